@@ -1,0 +1,93 @@
+"""From the target's logits on a tree to the accepted path, as SGLang wants it told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.utils.async_probe import sanitize_nan_logits
+
+from dflash2_sglang.state import TreeVerifyInput
+from dflash2_sglang.tree import accept
+from dflash2_sglang.tree.filters import filtered_probs
+
+
+def accept_tree(
+    verify: TreeVerifyInput, batch: Any, logits_output: Any, grammar_mask: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Greedy or sampled acceptance of a verified tree of B requests, N nodes.
+
+    Returns:
+        predict       [B * N] int32, at each accepted node the token that follows it
+        accept_lens   [B] int32, accepted nodes with the root, which is also the tokens gained
+        accept_index  [B, P] int32, their places among the B * N nodes, then -1
+    """
+    logits, info = logits_output.next_token_logits, batch.sampling_info
+    sanitize_nan_logits(logits, "verify: target model logits")
+    if info.logit_bias is not None:
+        logits.add_(info.logit_bias.repeat_interleave(verify.draft_token_num, 0))
+    if grammar_mask is not None:
+        grammar_mask.apply(logits)
+    tree, depth = verify.tree, verify.max_tree_depth - 1
+    best = logits.argmax(-1).view(tree.tokens.shape)
+    if info.is_all_greedy:
+        walk = accept.greedy_walk(tree.tokens, tree.parent, tree.mask, tree.depth, best, depth)
+        predict = best.flatten().int()
+    else:
+        walk = _sampled(tree, logits, best, info, depth)
+        predict = _following(tree.tokens, walk)
+    batch_size, nodes = tree.tokens.shape
+    first = torch.arange(0, batch_size * nodes, nodes, device=logits.device).unsqueeze(1)
+    index = torch.where(walk.path < 0, -1, walk.path + first).int()
+    lens = walk.length.int()
+    if not info.is_all_greedy:
+        _agree(predict, lens, index)
+    return predict, lens, index
+
+
+def _sampled(
+    tree: Any, logits: torch.Tensor, best: torch.Tensor, info: Any, depth: int
+) -> accept.Walk:
+    batch_size, nodes = tree.tokens.shape
+    probs = filtered_probs(
+        logits.view(batch_size, nodes, -1),
+        temperature=info.temperatures,
+        top_k=info.top_ks if info.need_top_k_sampling else None,
+        top_p=info.top_ps if info.need_top_p_sampling else None,
+        min_p=info.min_ps if info.need_min_p_sampling else None,
+        max_top_k=int(info.top_ks.max()) if logits.is_cpu else None,
+    )
+    coins = torch.rand(batch_size, depth + 1, device=logits.device)
+    return accept.mixed_walk(
+        tree.tokens,
+        tree.parent,
+        tree.mask,
+        tree.depth,
+        best,
+        probs,
+        coins[:, :depth],
+        coins[:, depth],
+        info.top_ks.view(-1) == 1,
+        depth,
+    )
+
+
+def _following(tokens: torch.Tensor, walk: accept.Walk) -> torch.Tensor:
+    """The token after each node of the path, 0 elsewhere; [B * N] int32."""
+    batch_size, nodes = tokens.shape
+    after = tokens.gather(1, walk.path.roll(-1, 1).clamp_min(0))
+    after.scatter_(1, (walk.length - 1).unsqueeze(1), walk.next_token.unsqueeze(1))
+    # Column N swallows the padding of shorter paths.
+    out = tokens.new_zeros(batch_size, nodes + 1)
+    out.scatter_(1, torch.where(walk.path < 0, nodes, walk.path), after)
+    return out[:, :nodes].reshape(-1).int()
+
+
+def _agree(*tensors: torch.Tensor) -> None:
+    """Ranks draw their own coins: rank 0's decision is everybody's."""
+    from sglang.srt.runtime_context import get_parallel
+
+    group = get_parallel().tp_group
+    if group.world_size > 1:
+        for tensor in tensors:
+            group.broadcast(tensor, src=0)

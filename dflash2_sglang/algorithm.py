@@ -1,0 +1,198 @@
+"""The speculative algorithm ``DFLASH2``: what it tells SGLang, and how its arguments are resolved."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from dflash2_sglang import support
+from dflash2_sglang.checkpoint import check_weights
+from dflash2_sglang.config import DrafterConfig, check_target, parse
+from dflash2_sglang.tree.build import capacity
+
+NAME = "DFLASH2"
+DEFAULT_NODES = 16
+DEFAULT_CHILDREN = 4
+DEFAULT_MAX_REQUESTS = 48
+PLAIN_TOP_K = 16
+
+logger = logging.getLogger(__name__)
+
+
+class DFlash2Algorithm(CustomSpecAlgo):
+    """A member of SGLang's DFlash family whose verify input is a tree."""
+
+    def is_dflash(self) -> bool:
+        return True
+
+    def is_dflash_family(self) -> bool:
+        return True
+
+    def supports_target_verify_for_draft(self) -> bool:
+        return True
+
+    def supports_prefill_shared_read_done(self) -> bool:
+        return False
+
+    def supports_grammar_overlap(self) -> bool:
+        return True
+
+    def has_draft_kv(self) -> bool:
+        # The draft phase writes one block, not a KV chain per branch: no page rounding per branch.
+        return False
+
+    # The scheduler asks these two of every algorithm; the base class lacks them.
+
+    def need_topk(self) -> bool:
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def create_future_map(
+        self, device: Any, req_to_token_pool: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(device, self, req_to_token_pool, *args, **kwargs)
+
+    def handle_server_args(self, server_args: Any) -> None:
+        resolve(server_args)
+
+
+def resolve(args: Any) -> None:
+    """Refuse what cannot be served, then fill in depth, branching and nodes.
+
+    ``args`` is SGLang's server-argument record while it is being resolved; nothing is loaded yet.
+
+    Raises:
+        ValueError: one sentence naming the flag or the checkpoint field, and the fix.
+    """
+    support.refuse_settings(args)
+    support.refuse_backends(args)
+    config = _check_checkpoint(args)
+    depth, children, nodes = tree_shape(
+        config,
+        args.speculative_num_steps,
+        args.speculative_eagle_topk,
+        args.speculative_num_draft_tokens,
+    )
+    args.speculative_num_steps = depth
+    args.speculative_eagle_topk = children
+    args.speculative_num_draft_tokens = nodes
+    if args.speculative_draft_attention_backend is None:
+        args.speculative_draft_attention_backend = _draft_backend(args)
+    if args.max_running_requests is None:
+        args.max_running_requests = DEFAULT_MAX_REQUESTS
+    _disable_decode_graph(args)
+    logger.info(
+        "DFLASH2: depth %d, branching %d, %d nodes a request "
+        "(--speculative-num-steps, --speculative-eagle-topk, --speculative-num-draft-tokens).",
+        depth,
+        children,
+        nodes,
+    )
+
+
+def tree_shape(
+    config: DrafterConfig, depth: int | None, children: int | None, nodes: int | None
+) -> tuple[int, int, int]:
+    """(depth, branching, nodes), defaults taken from the checkpoint; ValueError where they clash."""
+    most_depth = config.depth
+    most_children = config.selector_top_k if config.has_selector else PLAIN_TOP_K
+    depth = most_depth if depth is None else int(depth)
+    if not 1 <= depth <= most_depth:
+        raise ValueError(
+            f"--speculative-num-steps {depth} must lie between 1 and {most_depth}, the drafter's "
+            "block_size - 1."
+        )
+    children = min(DEFAULT_CHILDREN, most_children) if children is None else int(children)
+    if not 1 <= children <= most_children:
+        raise ValueError(
+            f"--speculative-eagle-topk {children} must lie between 1 and {most_children}, the "
+            "candidates the drafter keeps at each position."
+        )
+    most = capacity(depth, children)
+    nodes = min(DEFAULT_NODES, most) if nodes is None else int(nodes)
+    if not 2 <= nodes <= most:
+        raise ValueError(
+            f"--speculative-num-draft-tokens {nodes} must lie between 2 and {most}, the most nodes of "
+            f"a tree with depth {depth} and branching {children} (the anchor counts)."
+        )
+    return depth, children, nodes
+
+
+def _check_checkpoint(args: Any) -> DrafterConfig:
+    path = args.speculative_draft_model_path
+    if path is None:
+        raise ValueError(
+            "DFLASH2 needs a drafter: set --speculative-draft-model-path to a DFlash 2 checkpoint."
+        )
+    config = parse(_draft_config(args, path))
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    target = model_config_of(args)
+    check_target(config, target.hf_text_config.to_dict())
+    if Path(path).is_dir():
+        unexpected = check_weights(path, config)
+        if unexpected:
+            logger.warning("Tensors of the drafter that nothing uses: %s", ", ".join(unexpected))
+    return config
+
+
+def _draft_config(args: Any, path: str) -> dict[str, Any]:
+    """config.json of the checkpoint, local or on the hub, with the user's overrides."""
+    file = Path(path) / "config.json"
+    if Path(path).is_dir():
+        if not file.is_file():
+            raise ValueError(
+                f"--speculative-draft-model-path {path} holds no config.json: point it at a DFlash 2 "
+                "checkpoint folder."
+            )
+        return json.loads(file.read_text())
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    found = get_config(
+        path,
+        trust_remote_code=args.trust_remote_code,
+        revision=args.speculative_draft_model_revision,
+    )
+    return found.to_dict()
+
+
+def _draft_backend(args: Any) -> str:
+    from sglang.srt.platforms import current_platform
+
+    if current_platform.is_out_of_tree():
+        return current_platform.get_default_speculative_draft_attention_backend(NAME)
+    backend = args.prefill_attention_backend or args.attention_backend
+    return backend if backend in support.TREE_BACKENDS else "flashinfer"
+
+
+def _disable_decode_graph(args: Any) -> None:
+    """Stock SGLang would capture this family's verify pass without a mask, that is as a chain."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    graphs = args.cuda_graph_config
+    if graphs is None or graphs.decode.backend == Backend.DISABLED:
+        return
+    args.cuda_graph_config = with_phase(graphs, Phase.DECODE, backend=Backend.DISABLED)
+    if args.device != "cpu":
+        logger.warning(
+            "DFLASH2 does not capture CUDA graphs for decoding yet: the decode graph is off."
+        )
+
+
+def register() -> None:
+    """Make ``--speculative-algorithm DFLASH2`` known."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    @SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=DFlash2Algorithm)
+    def create_worker(server_args: Any) -> type:
+        from dflash2_sglang.worker import DFlash2Worker
+
+        return DFlash2Worker

@@ -1,0 +1,95 @@
+"""The K best tokens of each block position, from the target's own head."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
+from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
+from sglang.srt.runtime_context import get_parallel
+
+# A two-stage top-k reads the logits once, vectorised, and then sorts K blocks of this size.
+BLOCK = 64
+
+
+class Candidates(NamedTuple):
+    """tokens [R, K] int64 global ids, best first; logits [R, K] float32; log_norm [R] float32,
+    the logsumexp over the whole vocabulary of logits / temperature."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    log_norm: torch.Tensor
+
+
+class CandidateHead:
+    """Borrows the target's head. Under tensor parallelism each rank ranks its own shard first."""
+
+    def __init__(self, lm_head: Any, top_k: int, transform: Any = None) -> None:
+        self.lm_head, self.top_k = lm_head, top_k
+        self.transform = transform
+        self.tp_size = get_parallel().tp_size
+        self.use_quant_method = should_apply_lm_head_quant_method(
+            lm_head, getattr(lm_head, "quant_method", None)
+        )
+        if self.tp_size == 1:
+            self.first, self.width = 0, int(lm_head.org_vocab_size)
+        else:
+            shard = lm_head.shard_indices
+            self.first = int(shard.org_vocab_start_index)
+            self.width = int(shard.num_org_elements)
+
+    def __call__(self, hidden: torch.Tensor, temperature: torch.Tensor | None) -> Candidates:
+        """hidden [R, H]; temperature [R, 1] float32 or None for 1."""
+        logits = self._logits(hidden)
+        values, index = top_k(logits, self.top_k)
+        norm = logits if temperature is None else logits / temperature
+        log_norm = norm.logsumexp(-1)
+        tokens = index + self.first
+        if self.tp_size > 1:
+            values, tokens, log_norm = self._gather(values, tokens, log_norm)
+        return Candidates(tokens, values, log_norm)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of this rank's part of the real vocabulary, [R, width] float32."""
+        if self.use_quant_method:
+            logits = self.lm_head.quant_method.apply(self.lm_head, hidden, None)
+        else:
+            weight = self.lm_head.weight
+            logits = hidden.to(weight.dtype) @ weight.T
+        logits = logits[:, : self.width].float()
+        return logits if self.transform is None else self.transform(logits)
+
+    def _gather(
+        self, values: torch.Tensor, tokens: torch.Tensor, log_norm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        values = tensor_model_parallel_all_gather(values, dim=-1)
+        tokens = tensor_model_parallel_all_gather(tokens, dim=-1)
+        log_norm = tensor_model_parallel_all_gather(log_norm.unsqueeze(-1), dim=-1).logsumexp(-1)
+        values, order = values.sort(dim=-1, descending=True, stable=True)
+        return values[:, : self.top_k], tokens.gather(1, order)[:, : self.top_k], log_norm
+
+
+def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of each row of logits [R, V], best first.
+
+    On a CPU in two stages: the k best tokens lie in the k blocks with the best maxima.
+    """
+    if logits.is_cuda:
+        from flashinfer import top_k as radix_top_k
+
+        values, index = radix_top_k(logits, k, sorted=True, deterministic=True)
+        return values, index.long()
+    rows, width = logits.shape
+    whole = width // BLOCK
+    if whole < 2 * k:
+        return torch.topk(logits, k, dim=-1)
+    blocks = logits[:, : whole * BLOCK].unflatten(-1, (whole, BLOCK))
+    best = blocks.amax(-1).topk(k, dim=-1).indices
+    index = (best * BLOCK).unsqueeze(-1) + torch.arange(BLOCK)
+    index = index.flatten(1)
+    if width > whole * BLOCK:
+        tail = torch.arange(whole * BLOCK, width).expand(rows, -1)
+        index = torch.cat((index, tail), -1)
+    values, order = logits.gather(1, index).topk(k, dim=-1)
+    return values, index.gather(1, order)

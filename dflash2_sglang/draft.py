@@ -1,0 +1,104 @@
+"""One draft: a block of masks through the drafter, its lattice, and the best tree in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
+
+from dflash2_sglang.candidates import CandidateHead
+from dflash2_sglang.tree.build import Tree, build_tree
+from dflash2_sglang.tree.lattice import Lattice, build_lattice
+
+
+class Drafting:
+    """Turns the anchors of a batch into a tree for each request.
+
+    block  G tokens: the anchor, then mask tokens; depth D <= G - 1 of its positions are used
+    nodes  N nodes of the tree, children C at most of each
+    """
+
+    def __init__(
+        self, runner: Any, target_model: Any, *, depth: int, nodes: int, children: int
+    ) -> None:
+        self.runner, self.drafter = runner, runner.model
+        self.config = self.drafter.drafter_config
+        self.depth, self.nodes, self.children = depth, nodes, children
+        self.embed = target_model.get_input_embeddings()
+        # The drafter applies its checkpoint's own input_embedding_scale itself.
+        self.embed_scale = _target_embed_scale(target_model)
+        width = self.config.selector_top_k if self.config.has_selector else max(children, 16)
+        self.head = CandidateHead(target_model.lm_head, width, self._transform())
+        device = runner.device
+        self.offsets = torch.arange(self.config.block_size, device=device)
+        self.spec_info = make_draft_block_spec_info(
+            draft_token_num=self.config.block_size, device=device
+        )
+
+    def _transform(self) -> Any:
+        config = self.config
+        if config.output_multiplier == 1.0 and config.final_logit_softcapping is None:
+            return None
+        return self.drafter.transform_unary
+
+    def __call__(self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor) -> Tree:
+        """anchor [B] int64; slots [B, >= G] int64, the requests' KV slots from seq_lens on."""
+        hidden = self._block(batch, anchor, slots)
+        return build_tree(
+            self._lattice(batch, anchor, hidden), anchor, self.nodes, self.children
+        )
+
+    def _block(self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the D mask positions that are used, [B, D, H]."""
+        size, block = anchor.shape[0], self.config.block_size
+        ids = anchor.new_full((size, block), self.config.mask_token_id)
+        ids[:, 0] = anchor
+        embeds = self.embed(ids.flatten())
+        if self.embed_scale != 1.0:
+            embeds = embeds * self.embed_scale
+        seq_lens_cpu = batch.seq_lens_cpu
+        forward = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=size,
+            input_ids=ids.flatten(),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            out_cache_loc=slots[:, :block].reshape(-1),
+            seq_lens_sum=None if seq_lens_cpu is None else int(seq_lens_cpu.sum()),
+            seq_lens_cpu=seq_lens_cpu,
+            positions=(batch.seq_lens.unsqueeze(1) + self.offsets).flatten(),
+            input_embeds=embeds,
+            spec_algorithm=batch.spec_algorithm,
+            spec_info=self.spec_info,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        out = self.runner.forward(forward).logits_output.hidden_states
+        return out.view(size, block, -1)[:, 1 : self.depth + 1]
+
+    def _lattice(self, batch: Any, anchor: torch.Tensor, hidden: torch.Tensor) -> Lattice:
+        size, depth = anchor.shape[0], self.depth
+        info = batch.sampling_info
+        temperature = None if info.is_all_greedy else info.temperatures.view(-1)
+        per_row = None if temperature is None else temperature.repeat_interleave(depth)[:, None]
+        found = self.head(hidden.reshape(size * depth, -1), per_row)
+        tokens = found.tokens.view(size, depth, -1)
+        selector = self.drafter.candidate_selector
+        pair = None if selector is None else selector.pair_scores(hidden, anchor, tokens)
+        return build_lattice(
+            tokens,
+            found.logits.view(size, depth, -1),
+            found.log_norm.view(size, depth),
+            temperature,
+            pair,
+        )
+
+
+def _target_embed_scale(target_model: Any) -> float:
+    scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
+    return 1.0 if scale is None else float(scale())

@@ -1,0 +1,128 @@
+"""The one place that knows which SGLang settings DFLASH2 refuses, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+TREE_BACKENDS = ("flashinfer", "triton", "fa3", "dflash2_cpu")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """``wants(args)`` tells that the user asked for it; ``fix`` completes the sentence."""
+
+    setting: str
+    wants: Callable[[Any], bool]
+    fix: str
+
+    @property
+    def message(self) -> str:
+        return f"DFLASH2 does not support {self.setting}: {self.fix}."
+
+
+def _above(name: str, limit: int) -> Callable[[Any], bool]:
+    return lambda args: int(getattr(args, name) or 0) > limit
+
+
+def _set(*names: str) -> Callable[[Any], bool]:
+    return lambda args: any(bool(getattr(args, name)) for name in names)
+
+
+REFUSALS = (
+    Refusal("--pp-size above 1", _above("pp_size", 1), "use --tp-size instead"),
+    Refusal(
+        "--disaggregation-mode",
+        lambda args: args.disaggregation_mode not in (None, "null"),
+        "serve prefill and decode in one server (leave it at 'null')",
+    ),
+    Refusal("LoRA (--enable-lora, --lora-paths)", _set("enable_lora", "lora_paths"), "drop it"),
+    Refusal(
+        "--enable-dp-attention",
+        _set("enable_dp_attention"),
+        "run several servers behind SGLang's router for data parallelism",
+    ),
+    Refusal("--enable-unified-memory", _set("enable_unified_memory"), "drop it"),
+    Refusal("--enable-two-batch-overlap", _set("enable_two_batch_overlap"), "drop it"),
+    Refusal("--enable-linear-replayssm-spec", _set("enable_linear_replayssm_spec"), "drop it"),
+    Refusal("--enable-hierarchical-cache", _set("enable_hierarchical_cache"), "drop it"),
+    Refusal("--enable-mixed-chunk", _set("enable_mixed_chunk"), "drop it"),
+    Refusal("--enable-watermark", _set("enable_watermark"), "drop it"),
+    Refusal(
+        "--enable-deterministic-inference", _set("enable_deterministic_inference"), "drop it"
+    ),
+    Refusal(
+        "--enable-custom-logit-processor",
+        _set("enable_custom_logit_processor"),
+        "use plain decoding for requests with custom logit processors",
+    ),
+    Refusal("--enable-return-hidden-states", _set("enable_return_hidden_states"), "drop it"),
+    Refusal("--speculative-adaptive", _set("speculative_adaptive"), "drop it"),
+    Refusal(
+        "--speculative-use-rejection-sampling",
+        _set("speculative_use_rejection_sampling"),
+        "drop it; the tree's own acceptance rule already follows the target's distribution",
+    ),
+    Refusal(
+        "--speculative-draft-window-size",
+        _set("speculative_draft_window_size"),
+        "drop it; the checkpoint's sliding_window applies",
+    ),
+    Refusal(
+        "--speculative-dflash-block-size",
+        _set("speculative_dflash_block_size"),
+        "drop it; the checkpoint's block_size applies, and --speculative-num-steps cuts the depth",
+    ),
+    Refusal(
+        "--speculative-accept-threshold-single or -acc below 1",
+        lambda args: min(
+            args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc
+        )
+        < 1,
+        "leave them at 1; relaxed acceptance would change the output",
+    ),
+)
+
+
+def refuse_settings(args: Any) -> None:
+    """Raise ValueError for the first setting of ``args`` that is not supported."""
+    for refusal in REFUSALS:
+        if refusal.wants(args):
+            raise ValueError(refusal.message)
+
+
+def refuse_backends(args: Any) -> None:
+    """Raise ValueError where an attention backend would verify a tree as if it were a chain."""
+    flags = ("attention_backend", "decode_attention_backend", "prefill_attention_backend")
+    for flag in (*flags, "speculative_draft_attention_backend"):
+        backend = getattr(args, flag)
+        if backend is not None and backend not in TREE_BACKENDS:
+            raise ValueError(
+                f"DFLASH2 does not support --{flag.replace('_', '-')} {backend}, which cannot mask a "
+                f"tree: use one of {', '.join(TREE_BACKENDS)}."
+            )
+
+
+def refuse_request(req: Any) -> str | None:
+    """Why a request cannot be served exactly, or None."""
+    params = req.sampling_params
+    if req.multimodal_inputs is not None:
+        return "DFLASH2 does not support multimodal inputs yet: send text only."
+    if req.return_hidden_states:
+        return "DFLASH2 does not support return_hidden_states yet: leave it out."
+    penalties = {
+        "frequency_penalty": params.frequency_penalty != 0,
+        "presence_penalty": params.presence_penalty != 0,
+        "repetition_penalty": params.repetition_penalty != 1,
+        "min_new_tokens": params.min_new_tokens > 0,
+    }
+    used = [name for name, on in penalties.items() if on]
+    if used:
+        return (
+            f"DFLASH2 does not support {', '.join(used)} yet, whose value would have to follow each "
+            "path of the tree: leave it out."
+        )
+    if getattr(req, "custom_logit_processor", None) is not None:
+        return "DFLASH2 does not support custom_logit_processor yet: leave it out."
+    return None

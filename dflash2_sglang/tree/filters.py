@@ -1,0 +1,48 @@
+"""A request's sampling filters, applied to the target's logits after each node of its tree."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def filtered_probs(
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    max_top_k: int | None = None,
+) -> Tensor:
+    """The distribution that plain decoding samples from, [B, N, V] float32.
+
+    logits       [B, N, V]
+    temperature  [B] or [B, 1], positive
+    top_k        [B] int: so many tokens are kept; V or more keeps all
+    top_p        [B]: a token is kept while those ranked above it hold at most this much
+    min_p        [B]: a token below this share of the most probable one is dropped
+    max_top_k    a bound on all of top_k, if the caller has one on the host: ranks no further
+
+    The filters are those of SGLang's sampler: top-k and top-p are both measured on the whole
+    distribution ("joint"), and of tokens that tie at a rank limit only some are kept.
+    """
+    probs = (logits.float() / temperature.view(-1, 1, 1)).softmax(-1)
+    if top_k is None and top_p is None and min_p is None:
+        return probs
+    width = probs.shape[-1]
+    if max_top_k is not None and max_top_k < width:
+        ranked, index = probs.topk(max_top_k, dim=-1)
+    else:
+        ranked, index = probs.sort(dim=-1, descending=True)
+    kept = ranked > 0
+    if top_k is not None:
+        rank = torch.arange(ranked.shape[-1], device=ranked.device)
+        kept &= rank < top_k.view(-1, 1, 1)
+    if top_p is not None:
+        kept &= ranked.cumsum(-1) - ranked <= top_p.view(-1, 1, 1)
+    if min_p is not None:
+        kept &= ranked >= ranked[..., :1] * min_p.view(-1, 1, 1)
+    ranked = ranked.where(kept, 0)
+    ranked = ranked / ranked.sum(-1, keepdim=True)
+    return torch.zeros_like(probs).scatter_(-1, index, ranked)

@@ -1,0 +1,42 @@
+"""Acceptance of a tree: SGLang's verifier asks ours when the tree is ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dflash2_sglang.patches.base import Patch
+
+
+def eagle_sample(original: Callable[..., Any], verify_input: Any, *args: Any, **kw: Any) -> Any:
+    from dflash2_sglang.state import TreeVerifyInput
+
+    if not isinstance(verify_input, TreeVerifyInput):
+        return original(verify_input, *args, **kw)
+    from dflash2_sglang.acceptance import accept_tree
+
+    kw.pop("uno_target_max_top_k", None)
+    kw.pop("watermark_state", None)
+    kw.pop("watermark_full_mask", None)
+    return accept_tree(verify_input, *args, **kw)
+
+
+PATCHES = (
+    Patch(
+        target="sglang.srt.speculative.eagle_utils.eagle_sample",
+        hook=eagle_sample,
+        kind="around",
+        scope="dflash2",
+        parameters=(
+            "verify_input",
+            "batch",
+            "logits_output",
+            "grammar_mask",
+            "uno_target_max_top_k",
+            "watermark_state",
+            "watermark_full_mask",
+        ),
+        reason="the stock tree sampler ignores min-p and launches kernels that need a GPU",
+        without="sampled requests would not follow the target's distribution",
+    ),
+)

@@ -1,0 +1,33 @@
+"""Requests that DFLASH2 cannot serve exactly are refused when they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dflash2_sglang.patches.base import Patch
+
+
+def validate_request(
+    original: Callable[..., str | None], req: Any, enable_overlap: bool
+) -> str | None:
+    from sglang.srt.runtime_context import get_spec
+
+    if get_spec().speculative_algorithm != "DFLASH2":
+        return original(req, enable_overlap)
+    from dflash2_sglang.support import refuse_request
+
+    return refuse_request(req)
+
+
+PATCHES = (
+    Patch(
+        target="sglang.srt.speculative.dflash_utils.validate_dflash_request",
+        hook=validate_request,
+        kind="around",
+        scope="dflash2",
+        parameters=("req", "enable_overlap"),
+        reason="the stock check knows only the limits of the stock chain",
+        without="requests whose parameters the tree cannot follow would be answered wrongly",
+    ),
+)
