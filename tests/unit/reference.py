@@ -7,6 +7,7 @@ attention backend; ``engine`` sets up the first two and ``BlockAttentionBackend`
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import socket
 from collections.abc import Iterator
@@ -47,6 +48,11 @@ def hf_config(architecture: str = "DFlash2DraftModel", **changes: Any) -> Qwen3C
         "dflash_config": section,
     }
     return Qwen3Config(**(fields | changes))
+
+
+def make_config(changes: dict[str, Any]) -> Qwen3Config:
+    """``hf_config`` of a shared case, which transformers may then alter."""
+    return hf_config(**copy.deepcopy(changes))
 
 
 def free_port() -> int:

@@ -10,86 +10,21 @@ from typing import Any
 import pytest
 import reference as ref
 import torch
+from configs import CASES, STOCK_ONLY
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config
 
 import dflash2_sglang
-from dflash2_sglang.checkpoint import CheckpointError
 
 ASSET = Path(dflash2_sglang.__file__).parent / "assets" / "smollm2-135m-dflash2"
 CLOSE = 2e-5  # float32, hidden states of size 5 and scores of size 100
-
-SLIDING = {
-    "use_sliding_window": True,
-    "sliding_window": 11,
-    "layer_types": ["sliding_attention"] * 2,
-}
-MIXED = SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}
-BLOCK_16 = {"dflash_config": {"block_size": 16}}
-CASES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "block 16": BLOCK_16,
-    "sliding": SLIDING,
-    "sliding, block 16": SLIDING | BLOCK_16 | {"sliding_window": 19},
-    "mixed": MIXED,
-    "causal": {"is_causal": True},
-    "causal mixed": MIXED | {"is_causal": True},
-    "not causal, sliding": SLIDING | {"is_causal": False},
-    "three taps": {"dflash_config": {"conv_kernel_size": 3, "conv_group_size": 4}},
-    "nine taps of a block of 8": {"dflash_config": {"conv_kernel_size": 9}},
-    "one head group": {"num_key_value_heads": 1},
-    "no head groups": {"num_key_value_heads": 4},
-    "bias": {"attention_bias": True},
-    "plain": {"architecture": "DFlashDraftModel"},
-    "linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "yarn": {
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-    },
-    "llama3 rope": {
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-    },
-}
-# Variants that SGLang's model knows and the authors' does not.
-STOCK_ONLY: dict[str, dict[str, Any]] = {
-    "plain with convolution": {
-        "architecture": "DFlashDraftModel",
-        "dflash_config": {"conv_kernel_size": 2, "conv_group_size": 8},
-    },
-    "gemma norm": {"use_gemma_norm": True},
-    "swigluoai": {"hidden_act": "swigluoai", "swiglu_alpha": 1.702, "swiglu_limit": 1.5},
-    "partial rope": {"partial_rotary_factor": 0.5},
-    "interleaved rope": {"rope_is_neox_style": False},
-    "partial interleaved rope": {"partial_rotary_factor": 0.25, "rope_is_neox_style": False},
-    "rope_dim": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "rope_dim": 8,
-            "mrope_section": [1, 2, 1],
-        }
-    },
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def engine() -> Iterator[None]:
     with ref.engine():
         yield
-
-
-def make_config(changes: dict[str, Any]) -> Qwen3Config:
-    return ref.hf_config(**{k: dict(v) if isinstance(v, dict) else v for k, v in changes.items()})
 
 
 def make_batch(config: Qwen3Config, lengths: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
@@ -125,18 +60,18 @@ def check(config: Qwen3Config, authors: bool) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_hidden_states_and_context_equal_both(name: str) -> None:
-    check(make_config(CASES[name]), authors=True)
+    check(ref.make_config(CASES[name]), authors=True)
 
 
 @pytest.mark.parametrize("name", STOCK_ONLY)
 def test_variants_of_sglang(name: str) -> None:
-    check(make_config(STOCK_ONLY[name]), authors=False)
+    check(ref.make_config(STOCK_ONLY[name]), authors=False)
 
 
 @pytest.mark.parametrize("name", ["sliding", "causal", "full"])
 def test_the_comparison_sees_masks(name: str) -> None:
     """The cases above would not pass with another window or causality."""
-    config = make_config(CASES[name])
+    config = ref.make_config(CASES[name])
     weights = ref.random_weights(config)
     features, embeds = make_batch(config, (37,))
     authors = ref.run_authors(ref.build_authors(config, weights), embeds, features)
@@ -165,7 +100,7 @@ def candidates(hidden: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("block", [8, 16])
 def test_selector_scores_and_greedy_path(block: int) -> None:
-    config = make_config({"dflash_config": {"block_size": block}})
+    config = ref.make_config({"dflash_config": {"block_size": block}})
     weights = ref.random_weights(config)
     ours, stock = ref.build_ours(config, weights), ref.build_stock(config, weights)
     features, embeds = make_batch(config, (20, 31))
@@ -196,7 +131,7 @@ def test_selector_scores_and_greedy_path(block: int) -> None:
 @pytest.mark.parametrize("multiplier", [1.0, 0.5])
 def test_unary_transform(multiplier: float, softcap: float | None) -> None:
     section = {"output_multiplier": multiplier, "final_logit_softcapping": softcap}
-    config = make_config({"dflash_config": section})
+    config = ref.make_config({"dflash_config": section})
     weights = ref.random_weights(config)
     logits = torch.randn(4, ref.VOCAB) * 20
     ours = ref.build_ours(config, weights).transform_unary(logits)
@@ -208,7 +143,7 @@ def test_unary_transform(multiplier: float, softcap: float | None) -> None:
 
 def test_embedding_scale_as_the_authors() -> None:
     """SGLang 0.5.23 ignores input_embedding_scale; the authors scale the raw embedding by it."""
-    config = make_config({"dflash_config": {"input_embedding_scale": 3.5}})
+    config = ref.make_config({"dflash_config": {"input_embedding_scale": 3.5}})
     weights = ref.random_weights(config)
     features, embeds = make_batch(config, (9,))
     ours = ref.build_ours(config, weights)
@@ -225,7 +160,7 @@ def test_yarn_attention_factor_as_the_authors() -> None:
         "original_max_position_embeddings": 64,
         "attention_factor": 0.7,
     }
-    config = make_config({"rope_scaling": rope})
+    config = ref.make_config({"rope_scaling": rope})
     weights = ref.random_weights(config)
     features, embeds = make_batch(config, (30,))
     ours = ref.build_ours(config, weights)
@@ -235,7 +170,7 @@ def test_yarn_attention_factor_as_the_authors() -> None:
 
 
 def test_blocks_are_independent() -> None:
-    config = make_config({})
+    config = ref.make_config({})
     ours = ref.build_ours(config, ref.random_weights(config))
     features, embeds = make_batch(config, (12, 30))
     context = [ref.context_ours(ours, f) for f in features]
@@ -246,7 +181,7 @@ def test_blocks_are_independent() -> None:
 
 
 def test_empty_and_ragged_batches() -> None:
-    config = make_config({})
+    config = ref.make_config({})
     ours = ref.build_ours(config, ref.random_weights(config))
     positions = torch.zeros(0, dtype=torch.long)
     out = ours(None, positions, None, input_embeds=torch.zeros(0, ref.HIDDEN))
@@ -269,56 +204,6 @@ def test_tensor_parallel_ranks_agree_with_one(tmp_path: Path) -> None:
             head = slice(rank, rank + 1) if k.shape[2] == 2 else slice(0, 1)
             assert max_gap(their_k, k[:, :, head]) < CLOSE
             assert max_gap(their_v, v[:, :, head]) < CLOSE
-
-
-# Weights.
-
-
-def test_published_spellings_of_names_load() -> None:
-    config = make_config({})
-    weights = ref.random_weights(config)
-    plain = ref.build_ours(config, weights).state_dict()
-    other = {
-        f"model.{n}.weight" if "codebook" in n else f"model.{n}": w for n, w in weights.items()
-    }
-    again = ref.build_ours(config, other).state_dict()
-    assert all(torch.equal(plain[name], again[name]) for name in plain)
-
-
-def test_unexpected_tensors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    config = make_config({})
-    weights = ref.random_weights(config) | {"embed_tokens.weight": torch.zeros(2)}
-    ref.build_ours(config, weights)
-    messages = [r.getMessage() for r in caplog.records if r.name.startswith("dflash2_sglang")]
-    assert messages == ["Tensors of the drafter that nothing uses: embed_tokens.weight"]
-
-
-def test_bad_weights_are_named() -> None:
-    config = make_config({})
-    weights = ref.random_weights(config)
-    name = "layers.1.mlp.up_proj.weight"
-    with pytest.raises(CheckpointError, match=f"lack {name};"):
-        ref.build_ours(config, {n: w for n, w in weights.items() if n != name})
-    for bad in (float("nan"), float("inf"), -float("inf")):
-        broken = weights[name].clone()
-        broken[3, 4] = bad
-        with pytest.raises(CheckpointError, match=f"NaN or infinite values in tensor {name} of"):
-            ref.build_ours(config, weights | {name: broken})
-    with pytest.raises(CheckpointError, match=r"has shape \[2, 2\] but config.json asks for"):
-        ref.build_ours(config, weights | {name: torch.zeros(2, 2)})
-
-
-def test_a_later_update_may_be_partial() -> None:
-    config = make_config({})
-    weights = ref.random_weights(config)
-    ours = ref.build_ours(config, weights)
-    changed = {n: w for n, w in ref.random_weights(config, seed=1).items() if "layers.1" in n}
-    ours.load_weights(changed.items())
-    expected = ref.build_ours(config, weights | changed).state_dict()
-    assert all(torch.equal(w, expected[name]) for name, w in ours.state_dict().items())
-    assert torch.equal(
-        ours.context_k_scale, ref.build_ours(config, weights | changed).context_k_scale
-    )
 
 
 # The demo drafter.
