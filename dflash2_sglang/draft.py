@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,9 +31,7 @@ class Drafting:
         self.runner, self.drafter = runner, runner.model
         self.config = self.drafter.drafter_config
         self.depth, self.nodes, self.children = depth, nodes, children
-        self.embed = target_model.get_input_embeddings()
-        # The drafter applies its checkpoint's own input_embedding_scale itself.
-        self.embed_scale = _target_embed_scale(target_model)
+        self.drafter.borrow_embedding(_target_embedding(target_model))
         width = self.config.selector_top_k if self.config.has_selector else max(children, 16)
         self.head = CandidateHead(target_model.lm_head, width, self._transform())
         device = runner.device
@@ -59,9 +58,6 @@ class Drafting:
         size, block = anchor.shape[0], self.config.block_size
         ids = anchor.new_full((size, block), self.config.mask_token_id)
         ids[:, 0] = anchor
-        embeds = self.embed(ids.flatten())
-        if self.embed_scale != 1.0:
-            embeds = embeds * self.embed_scale
         seq_lens_cpu = batch.seq_lens_cpu
         forward = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
@@ -73,7 +69,6 @@ class Drafting:
             seq_lens_sum=None if seq_lens_cpu is None else int(seq_lens_cpu.sum()),
             seq_lens_cpu=seq_lens_cpu,
             positions=(batch.seq_lens.unsqueeze(1) + self.offsets).flatten(),
-            input_embeds=embeds,
             spec_algorithm=batch.spec_algorithm,
             spec_info=self.spec_info,
             capture_hidden_mode=CaptureHiddenMode.NULL,
@@ -99,6 +94,11 @@ class Drafting:
         )
 
 
-def _target_embed_scale(target_model: Any) -> float:
-    scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
-    return 1.0 if scale is None else float(scale())
+def _target_embedding(target_model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The target's embedding, with the scale that some targets put between it and their layers."""
+    embed = target_model.get_input_embeddings()
+    scale_of = getattr(target_model, "get_dflash_noise_embedding_scale", None)
+    if scale_of is None or float(scale_of()) == 1.0:
+        return embed
+    scale = float(scale_of())
+    return lambda ids: embed(ids) * scale

@@ -7,7 +7,7 @@ block is a run of G rows. The same model serves plain DFlash checkpoints, which 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -74,6 +74,12 @@ class DFlash2Drafter(nn.Module):
         scale = torch.ones(c.num_layers, 1, c.head_dim, dtype=torch.float32)
         self.register_buffer("context_k_scale", scale, persistent=False)
         self._loaded = False
+        self._embed: Callable[[Tensor], Tensor] | None = None
+
+    def borrow_embedding(self, embed: Callable[[Tensor], Tensor]) -> None:
+        """Use the target's embedding, ids [T] int64 -> rows [T, H], in ``forward``."""
+        # A plain function, so that the target's module does not become part of this one.
+        self._embed = lambda ids: embed(ids)
 
     def _attention(self, layer: int) -> BlockAttention:
         return self.layers[layer].self_attn  # type: ignore[return-value]
@@ -114,10 +120,14 @@ class DFlash2Drafter(nn.Module):
         """Hidden states [T, H] after the final norm, for T = B * G embedded tokens.
 
         positions     [T] int64
-        input_embeds  [T, H] rows of the target's embedding, not scaled by ``embed_scale``
+        input_embeds  [T, H] rows of the target's embedding, not scaled by ``embed_scale``; without
+                      them, those of input_ids [T] in the borrowed embedding. SGLang's model runner
+                      would round them to bfloat16 on the way here, whatever the model's dtype.
         """
         if input_embeds is None:
-            raise ValueError("The drafter has no embedding: pass the target's as input_embeds.")
+            if self._embed is None or input_ids is None:
+                raise ValueError("The drafter has no embedding: lend it the target's.")
+            input_embeds = self._embed(input_ids)
         x = input_embeds.to(self.dtype)
         if x.shape[0] % self.block_size:
             raise ValueError(
