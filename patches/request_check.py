@@ -17,7 +17,12 @@ def validate_request(
         return original(req, enable_overlap)
     from dflash2_sglang.support import refuse_request
 
-    return refuse_request(req)
+    reason = refuse_request(req)
+    if reason is not None:
+        # The scheduler still runs it through one prefill, and a first repetition penalty would be
+        # compiled there for seconds, in which no other request gets a token.
+        req.sampling_params.repetition_penalty = 1.0
+    return reason
 
 
 PATCHES = (

@@ -18,13 +18,16 @@ from sglang.srt.layers.quantization.unquant import (
 
 logger = logging.getLogger(__name__)
 
+# The overload itself: resolving it anew would cost more than a small layer's arithmetic.
+_product = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
+
 # The layout oneDNN picks for this many rows also serves one row and hundreds well.
 ROWS_HINT = 16
 
 
 def supported() -> bool:
     """Whether this machine and this build of torch have bfloat16 products with packed weights."""
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+    if _product is None or not torch.backends.mkldnn.is_available():
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -38,7 +41,7 @@ class PackedLinearMethod(UnquantizedLinearMethod):
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        return _product(x, self.packed, bias, "none", [], "")
 
 
 class PackedHeadMethod(UnquantizedEmbeddingMethod):
@@ -50,7 +53,7 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        return _product(x, self.packed, bias, "none", [], "")
 
 
 def prepare(model: torch.nn.Module) -> None:

@@ -1,0 +1,28 @@
+"""Fixtures for all tests: the demo pair, and tiny pairs written on demand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tinypair import Pairs
+
+
+@pytest.fixture(scope="session")
+def demo_target() -> Path:
+    """SmolLM2-135M-Instruct, from the cache; fetched once if it is not there."""
+    from dflash2_sglang.cli.demo_model import ensure_demo_model
+
+    return ensure_demo_model(progress=False)
+
+
+@pytest.fixture(scope="session")
+def demo_drafter() -> Path:
+    from dflash2_sglang.cli.demo_model import demo_drafter
+
+    return demo_drafter()
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    return Pairs(tmp_path_factory.mktemp("pairs"))

@@ -1,0 +1,72 @@
+"""Servers for the tests of this folder; all of these carry the marker ``server``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from serving import Launcher, Server
+from tinypair import Pairs
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.server)
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A new log file for each server."""
+    folder = tmp_path_factory.mktemp("servers")
+    return (folder / f"{number}.log" for number in itertools.count())
+
+
+@pytest.fixture(scope="session")
+def launcher(logs: Iterator[Path]) -> Iterator[Launcher]:
+    launcher = Launcher(next(logs))
+    yield launcher
+    launcher.close()
+
+
+Serve = Callable[..., Server]
+
+
+@pytest.fixture(scope="session")
+def serve(logs: Iterator[Path], launcher: Launcher) -> Serve:
+    """``with serve(target, drafter, "--flag", ...) as server``: float32, quickly forked.
+
+    Without a drafter the server decodes plainly.
+    """
+
+    def start(target: Path, drafter: Path | None = None, *flags: str) -> Server:
+        argv = ["--model-path", str(target), "--dtype", "float32"]
+        if "--max-total-tokens" not in flags:
+            argv += ["--max-total-tokens", "8192"]
+        if drafter is not None:
+            argv += ["--speculative-algorithm", "DFLASH2"]
+            argv += ["--speculative-draft-model-path", str(drafter)]
+        return Server([*argv, *flags], next(logs), launcher)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def plain_server(serve: Serve, pairs: Pairs) -> Iterator[Server]:
+    """Plain decoding with the usual tiny target; shared, and idle most of the time."""
+    with serve(pairs.target()) as server:
+        yield server
+        assert server.errors() == []
+
+
+@pytest.fixture(scope="session")
+def tree_server(serve: Serve, pairs: Pairs) -> Iterator[Server]:
+    """DFLASH2 with the usual tiny pair; shared."""
+    pair = pairs.pair()
+    with serve(pair.target, pair.drafter) as server:
+        yield server
+        assert server.errors() == []
