@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
+from dflash2_sglang.candidates import first_argmax
 from dflash2_sglang.state import TreeVerifyInput
 from dflash2_sglang.tree import accept
 from dflash2_sglang.tree.filters import filtered_probs
@@ -29,7 +30,7 @@ def accept_tree(
     if grammar_mask is not None:
         grammar_mask.apply(logits)
     tree, depth = verify.tree, verify.max_tree_depth - 1
-    best = logits.argmax(-1).view(tree.tokens.shape)
+    best = first_argmax(logits).view(tree.tokens.shape)
     if info.is_all_greedy:
         walk = accept.greedy_walk(tree.tokens, tree.parent, tree.mask, tree.depth, best, depth)
         predict = best.flatten().int()

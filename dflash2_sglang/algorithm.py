@@ -75,6 +75,7 @@ def resolve(args: Any) -> None:
     support.refuse_settings(args)
     support.refuse_backends(args)
     config = _check_checkpoint(args)
+    check_ranks(config, args.tp_size, on_cpu=args.device == "cpu")
     depth, children, nodes = tree_shape(
         config,
         args.speculative_num_steps,
@@ -84,6 +85,7 @@ def resolve(args: Any) -> None:
     args.speculative_num_steps = depth
     args.speculative_eagle_topk = children
     args.speculative_num_draft_tokens = nodes
+    args.speculative_dflash_block_size = config.block_size  # for patches/alloc_window.py
     if args.speculative_draft_attention_backend is None:
         args.speculative_draft_attention_backend = _draft_backend(args)
     if args.max_running_requests is None:
@@ -124,6 +126,26 @@ def tree_shape(
             f"a tree with depth {depth} and branching {children} (the anchor counts)."
         )
     return depth, children, nodes
+
+
+def check_ranks(config: DrafterConfig, ranks: int, *, on_cpu: bool) -> None:
+    """ValueError where the drafter cannot be split over ``ranks`` ranks.
+
+    On a CPU SGLang would pad heads, and MLPs to 32 columns a rank, which no checkpoint fits then.
+    """
+    sizes = {
+        "num_attention_heads": (config.num_heads, 1),
+        "num_key_value_heads": (config.num_kv_heads, 1),
+        "intermediate_size": (config.intermediate_size, 32 if on_cpu else 1),
+    }
+    if not on_cpu and ranks % config.num_kv_heads == 0:
+        del sizes["num_key_value_heads"]  # copied to several ranks
+    for name, (size, unit) in sizes.items():
+        if ranks > 1 and size % (ranks * unit):
+            raise ValueError(
+                f"--tp-size {ranks} cannot split the drafter's {name}={size}"
+                f"{f' into multiples of {unit}' if unit > 1 else ''}: use another --tp-size."
+            )
 
 
 def _check_checkpoint(args: Any) -> DrafterConfig:

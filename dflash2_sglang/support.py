@@ -39,8 +39,9 @@ REFUSALS = (
     ),
     Refusal("LoRA (--enable-lora, --lora-paths)", _set("enable_lora", "lora_paths"), "drop it"),
     Refusal(
-        "--enable-dp-attention",
-        _set("enable_dp_attention"),
+        "data-parallel attention (--attn-dp-size, --enable-dp-attention)",
+        # SGLang turns the older flag into the size before it asks us.
+        lambda args: bool(args.enable_dp_attention) or int(args.attn_dp_size or 1) > 1,
         "run several servers behind SGLang's router for data parallelism",
     ),
     Refusal("--enable-unified-memory", _set("enable_unified_memory"), "drop it"),

@@ -232,4 +232,12 @@ class DFlash2Worker(BaseSpecWorker):
                 f"{type(self.target_worker.model_runner.model).__name__} captured no hidden states: "
                 "DFLASH2 needs a target class with set_dflash_layers_to_capture."
             )
+        expected = self.drafting.drafter.fc.input_size
+        if features.shape[-1] != expected:
+            layers = list(self.drafting.config.target_layer_ids)
+            raise RuntimeError(
+                f"{type(self.target_worker.model_runner.model).__name__} captured features of "
+                f"width {features.shape[-1]} where target_layer_ids={layers} make {expected}: "
+                "SGLang's class does not hand out all of these layers (many lack the last one)."
+            )
         return features

@@ -17,9 +17,7 @@ def assign_req_to_token_pool(
 ) -> None:
     """Write newly allocated slots into columns start .. end of each request's row."""
     done = 0
-    rows = zip(
-        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
-    )
+    rows = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     for row, start, end in rows:
         req_to_token[row, start:end] = out_cache_loc[done : done + end - start]
         done += end - start

@@ -1,10 +1,10 @@
 """A tiny target and a drafter that agrees with it by construction, written as real checkpoints.
 
-The target is close to a bigram model: what a token is followed by depends on the token and, through
-small attention and MLP outputs, on the context. The drafter's selector holds exactly the bigram part
-(predecessor code = normed embedding, successor code = head row), and its layers disturb that by what
-they read in the draft KV. So drafts are often right, and how often depends on every part of a round:
-a lost or misplaced KV entry changes tokens (target) or acceptance (drafter).
+The target is close to a bigram model: what follows a token depends on the token and, through small
+attention and MLP outputs, on the context. The drafter's selector holds exactly the bigram part
+(predecessor code = normed embedding, successor code = head row), and its layers disturb that by
+what they read in the draft KV. So drafts are often right, and how often depends on every part of a
+round: a lost or misplaced KV entry changes tokens (target) or acceptance (drafter).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN = 64, 4, 4, 2, 16, 96
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN = 64, 4, 4, 2, 16, 128
 CONTEXT = 512
 EOS, MASK, PAD = 0, 1, 2
 SPECIAL = ("<eos>", "<mask>", "<pad>")
@@ -119,9 +119,14 @@ def write_drafter(
     block: int = 8,
     window: int | None = None,
     changes: Mapping[str, Any] | None = None,
+    restless: bool = False,
     seed: int = 1,
 ) -> Path:
-    """Two layers: both full, or the first sliding when there is a ``window``."""
+    """Two layers: both full, or the first sliding when there is a ``window``.
+
+    With ``restless`` what the layers read in the draft KV weighs so much that it decides which
+    drafts are made, good or bad.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     vocab = json.loads((target / "config.json").read_text())["vocab_size"]
     section: dict[str, Any] = {
@@ -154,11 +159,13 @@ def write_drafter(
         config |= {"use_sliding_window": True, "sliding_window": window, "is_causal": False}
     config |= changes or {}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    save_file(_drafter_weights(config, target, seed), folder / "model.safetensors")
+    save_file(_drafter_weights(config, target, restless, seed), folder / "model.safetensors")
     return folder
 
 
-def _drafter_weights(config: dict[str, Any], target: Path, seed: int) -> dict[str, Tensor]:
+def _drafter_weights(
+    config: dict[str, Any], target: Path, restless: bool, seed: int
+) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     from dflash2_sglang.checkpoint import expected_tensors
@@ -176,7 +183,7 @@ def _drafter_weights(config: dict[str, Any], target: Path, seed: int) -> dict[st
             weights[name] = torch.zeros(shape)
             weights[name][:, 0] = 1  # the first tap copies
         elif name.endswith(("o_proj.weight", "down_proj.weight", "kernel_projection.weight")):
-            weights[name] = noise * (0.4 * shape[-1] ** -0.5)
+            weights[name] = noise * ((0.8 if restless else 0.4) * shape[-1] ** -0.5)
         else:
             weights[name] = noise * shape[-1] ** -0.5
     if "candidate_selector.hidden_projection.weight" not in weights:
@@ -185,9 +192,11 @@ def _drafter_weights(config: dict[str, Any], target: Path, seed: int) -> dict[st
     weights["norm.weight"] *= 0.05
     mask = _rms(embedding[MASK]) * 0.05
     ones = torch.ones(HIDDEN, 1) * (mask / mask.square().sum())
-    noise = torch.randn(HIDDEN, HIDDEN, generator=g) * (0.15 / mask.norm())
+    noise = torch.randn(HIDDEN, HIDDEN, generator=g) * ((0.3 if restless else 0.15) / mask.norm())
     weights["candidate_selector.hidden_projection.weight"] = ones + noise
-    weights["candidate_selector.predecessor_codebook"] = _rms(embedding)
+    # Sharper than the target: longer paths, and more at stake in each choice.
+    sharp = 1.7 if restless else 1.0
+    weights["candidate_selector.predecessor_codebook"] = _rms(embedding) * sharp
     weights["candidate_selector.successor_codebook"] = head.clone()
     return weights
 

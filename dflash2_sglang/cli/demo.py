@@ -1,7 +1,8 @@
 """``dflash2-sglang demo``: one small model served in three ways, and what each of them costs.
 
 Plain decoding, stock SGLang's DFlash chain and our tree answer the same prompts, one server at a
-time and in turns, so that whatever else the machine does hits all three alike.
+time. Where their memory allows they take turns, so that whatever else the machine does hits all
+three alike.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def _compare(
             if ours in group:
                 show_answer(console, clients[ours.name], prompts[0])
             measure(console, clients, prompts, args.rounds, results)
-        report.print_results(console, results, args, len(prompts))
+        report.print_results(console, results, args, together)
         report.print_command(console, ours)
         if args.keep:
             report.print_kept(console, ours, prompts[0], sampling)

@@ -25,21 +25,28 @@ UNEXPECTED = "In float32 the texts should be identical: please report this with 
 
 
 def print_results(
-    console: Console, results: Results, args: argparse.Namespace, prompts: int
+    console: Console, results: Results, args: argparse.Namespace, together: bool
 ) -> None:
     greedy = args.temperature == 0
     console.print()
     console.print(table(results, greedy))
-    rounds = "1 round" if args.rounds == 1 else f"median of {args.rounds} rounds"
-    asked = "1 prompt" if prompts == 1 else f"{prompts} prompts"
-    console.print(
-        f"{asked}, at most {args.max_tokens} tokens each, temperature {args.temperature:g}, "
-        f"concurrency {args.concurrency}, {args.dtype}; {rounds}, taken in turns."
-    )
+    console.print(_conditions(results, args, together))
     if args.dtype == "float32":
         console.print(NO_CHAIN)
     if greedy and not all_identical(results):
         console.print(UNEXPECTED if args.dtype == "float32" else NEAR_TIES)
+
+
+def _conditions(results: Results, args: argparse.Namespace, together: bool) -> str:
+    rounds = next(iter(results.values()))
+    prompts = len(rounds[0].answers)
+    asked = "1 prompt" if prompts == 1 else f"{prompts} prompts"
+    times = "1 round" if len(rounds) == 1 else f"median of {len(rounds)} rounds"
+    order = "the servers taking turns" if together else "one server started after the other"
+    return (
+        f"{asked}, at most {args.max_tokens} tokens an answer, temperature {args.temperature:g}, "
+        f"concurrency {args.concurrency}, {args.dtype}; {times}, {order}."
+    )
 
 
 def table(results: Results, greedy: bool) -> Table:

@@ -51,9 +51,8 @@ def rms_norm(
 def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     scale = torch.rsqrt(torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps))
-    return wide.mul_(scale.unsqueeze(-1)).mul_(weight).to(x.dtype) if wide is not x else (
-        wide * scale.unsqueeze(-1) * weight
-    )
+    normed = wide * scale.unsqueeze(-1)
+    return normed.mul_(weight).to(x.dtype)
 
 
 def silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -79,7 +78,23 @@ def rope(
     ):
         return self.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
     cos, sin = _cos_sin(self, positions, query.dtype)
-    return _rotate(query, cos, sin, self.head_size), _rotate(key, cos, sin, self.head_size)
+    both = _side_by_side(query, key)
+    if both is None:
+        return _rotate(query, cos, sin, self.head_size), _rotate(key, cos, sin, self.head_size)
+    width = query.shape[1]
+    return _rotate(both, cos, sin, self.head_size).split([width, both.shape[1] - width], -1)
+
+
+def _side_by_side(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """query and key as one view, where both are neighbouring columns of a fused projection."""
+    if (
+        query.dim() == 2
+        and query.stride() == key.stride()
+        and query.data_ptr() + query.shape[1] * query.element_size() == key.data_ptr()
+    ):
+        shape = (query.shape[0], query.shape[1] + key.shape[1])
+        return query.as_strided(shape, query.stride())
+    return None
 
 
 def _cos_sin(
@@ -97,6 +112,6 @@ def _cos_sin(
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, head: int) -> torch.Tensor:
-    heads = x.view(x.shape[0], -1, head)
+    heads = x.unflatten(-1, (-1, head))
     out = torch.addcmul(heads * cos, heads.roll(head // 2, -1), sin)
-    return out.view(x.shape)
+    return out.flatten(1)

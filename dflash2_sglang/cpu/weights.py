@@ -6,6 +6,7 @@ for one token and 12.6 instead of 20.1 for 16 (``docs/benchmarks.md``).
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -19,10 +20,15 @@ from sglang.srt.layers.quantization.unquant import (
 logger = logging.getLogger(__name__)
 
 # The overload itself: resolving it anew would cost more than a small layer's arithmetic.
-_product = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
+_products = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_product = getattr(_products, "default", None)
+_product_with = getattr(_products, "binary", None)
 
 # The layout oneDNN picks for this many rows also serves one row and hundreds well.
 ROWS_HINT = 16
+
+# Classes whose forward is down(silu(gate) * up) and nothing else.
+GATED_MLPS = ("LlamaMLP", "Qwen2MLP", "DFlashMLP", "DrafterMLP")
 
 
 def supported() -> bool:
@@ -56,6 +62,35 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
         return _product(x, self.packed, bias, "none", [], "")
 
 
+class PackedGateUp(UnquantizedLinearMethod):
+    """gate and up as two products, the first ending in SiLU and the second in the multiplication.
+
+    oneDNN applies both while the results are still in float32 registers.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.gate, self.up = (
+            torch.ops.mkldnn._reorder_linear_weight(half.contiguous(), ROWS_HINT)
+            for half in weight.detach().chunk(2)
+        )
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        halves = [_product(x, half, None, "none", [], "") for half in (self.gate, self.up)]
+        return torch.cat(halves, -1)
+
+    def activated(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(x Wg^T) * (x Wu^T) for x [T, H]."""
+        gate = _product(x, self.gate, None, "swish", [], "")
+        return _product_with(x, gate, self.up, None, "mul")
+
+
+def _gated_mlp(mlp: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Forward of a SwiGLU block whose gate_up_proj is packed."""
+    return mlp.down_proj(mlp.gate_up_proj.quant_method.activated(x))[0]
+
+
 def prepare(model: torch.nn.Module) -> None:
     """Pack the dense bfloat16 linear layers and the head of ``model`` in place."""
     for layer in model.modules():
@@ -72,10 +107,23 @@ def prepare(model: torch.nn.Module) -> None:
             size / 2**30,
         )
         return
+    gates = {mlp.gate_up_proj: mlp for mlp in model.modules() if _is_gated(mlp)}
     for layer, method in chosen:
-        layer.quant_method = method(layer.weight)
+        if layer in gates and layer.bias is None:
+            layer.quant_method = PackedGateUp(layer.weight)
+            gates[layer].forward = functools.partial(_gated_mlp, gates[layer])
+        else:
+            layer.quant_method = method(layer.weight)
     if chosen:
         logger.info("Packed %d weight matrices (%.2f GB) for oneDNN.", len(chosen), size / 2**30)
+
+
+def _is_gated(mlp: torch.nn.Module) -> bool:
+    """A SwiGLU block as SGLang's Llama and Qwen classes and the drafters write it."""
+    from sglang.srt.layers.activation import SiluAndMul
+
+    activation = getattr(mlp, "act_fn", None) or getattr(mlp, "act", None)
+    return type(mlp).__name__ in GATED_MLPS and isinstance(activation, SiluAndMul)
 
 
 def _method(model: torch.nn.Module, layer: Any) -> type | None:

@@ -7,21 +7,20 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from torch import Tensor, nn
 
 
-def convolve(x: Tensor, delta: Tensor, base: Tensor) -> Tensor:
+def convolve(x: Tensor, coefficients: Tensor) -> Tensor:
     """Causal convolution inside each block, with coefficients of its own at every position.
 
-    out[b, t] = sum over taps j <= t of (base[j] + delta[b, t, j]) * x[b, t - j], so a tap never
-    reaches into the block before.
+    out[b, t] = sum over taps j <= t of coefficients[b, t, j] * x[b, t - j], so a tap never reaches
+    into the block before.
 
-    x      [B, G, groups, size]     any dtype, which is also the result's
-    delta  [B, G, taps, groups, 1]  same dtype: one value for all channels of a group
-    base   [taps, groups, size]     float32
+    x             [B, G, groups, size]        any dtype, which is also the result's
+    coefficients  [B, G, taps, groups, size]  float32
     """
     # In float32 both for accuracy and because bfloat16 broadcasts are three times as slow on CPUs.
-    wide, delta = x.float(), delta.float()
-    out = (base[0] + delta[:, :, 0]).mul_(wide)
-    for tap in range(1, base.shape[0]):
-        out[:, tap:].addcmul_(base[tap] + delta[:, tap:, tap], wide[:, :-tap])
+    wide = x.float()
+    out = coefficients[:, :, 0] * wide
+    for tap in range(1, coefficients.shape[2]):
+        out[:, tap:].addcmul_(coefficients[:, tap:, tap], wide[:, :-tap])
     return out.to(x.dtype)
 
 
@@ -42,9 +41,10 @@ class GroupedDynamicConv(nn.Module):
         self.kernel_projection = ReplicatedLinear(hidden_size, 2 * taps * self.groups, bias=False)
 
     def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B*G, H] -> (convolved x [B*G, H], kernels [B, G, 2, taps, groups, 1])."""
+        """x [B*G, H] -> (convolved x [B*G, H], kernels [B, G, 2, taps, groups, size] float32)."""
         projected, _ = self.kernel_projection(x)
-        kernels = projected.view(-1, self.block_size, 2, self.taps, self.groups, 1)
+        delta = projected.view(-1, self.block_size, 2, self.taps, self.groups, 1).float()
+        kernels = delta + self.base_kernel.view(2, self.taps, self.groups, self.group_size)
         return self._convolve(x, kernels, 0), kernels
 
     def finish(self, x: Tensor, kernels: Tensor) -> Tensor:
@@ -53,5 +53,4 @@ class GroupedDynamicConv(nn.Module):
 
     def _convolve(self, x: Tensor, kernels: Tensor, side: int) -> Tensor:
         blocks = x.view(-1, self.block_size, self.groups, self.group_size)
-        base = self.base_kernel[side].view(self.taps, self.groups, self.group_size)
-        return convolve(blocks, kernels[:, :, side], base).view(x.shape)
+        return convolve(blocks, kernels[:, :, side]).view(x.shape)

@@ -43,14 +43,16 @@ def serve(logs: Iterator[Path], launcher: Launcher) -> Serve:
     Without a drafter the server decodes plainly.
     """
 
-    def start(target: Path, drafter: Path | None = None, *flags: str) -> Server:
+    def start(
+        target: Path, drafter: Path | None = None, *flags: str, env: dict[str, str] | None = None
+    ) -> Server:
         argv = ["--model-path", str(target), "--dtype", "float32"]
         if "--max-total-tokens" not in flags:
             argv += ["--max-total-tokens", "8192"]
         if drafter is not None:
             argv += ["--speculative-algorithm", "DFLASH2"]
             argv += ["--speculative-draft-model-path", str(drafter)]
-        return Server([*argv, *flags], next(logs), launcher)
+        return Server([*argv, *flags], next(logs), launcher, env)
 
     return start
 

@@ -1,8 +1,8 @@
 """Starts servers from one process that has imported SGLang already.
 
 Importing SGLang takes ten seconds in each of a server's three processes. This process imports it
-once and forks: a line of JSON on standard input, ``{"argv", "log"}``, starts one server in a process
-group of its own; the answer is its process id. Nothing else differs from
+once and forks: a line of JSON on standard input, ``{"argv", "log", "env"}``, starts one server in a
+process group of its own; the answer is its process id. Nothing else differs from
 ``python -m sglang.launch_server`` (on the CPU there is no device context that a fork would break).
 """
 
@@ -23,7 +23,16 @@ def preload() -> None:
     import dflash2_sglang.worker  # noqa: F401
 
 
-def serve(argv: list[str], log: str) -> None:
+def read_environment() -> None:
+    """Again, for what SGLang reads while it is imported."""
+    from sglang.srt.environ import envs
+    from sglang.srt.managers import scheduler
+
+    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
+    scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
+
+
+def serve(argv: list[str], log: str, env: dict[str, str]) -> None:
     """In the child: become a server; does not return."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -31,6 +40,8 @@ def serve(argv: list[str], log: str) -> None:
     for stream in (1, 2):
         os.dup2(output, stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(env)
+    read_environment()
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None  # SGLang would ask for "spawn"
     code = 1
@@ -59,7 +70,7 @@ def main() -> None:
         order = json.loads(line)
         child = os.fork()
         if child == 0:
-            serve(order["argv"], order["log"])
+            serve(order["argv"], order["log"], order["env"])
         print(child, flush=True)
 
 

@@ -42,10 +42,12 @@ class Launcher:
         if self._answer() != "ready":
             raise ServerError(f"The launcher did not start:\n{tail(log)}")
 
-    def start(self, argv: Sequence[str], log: Path) -> int:
+    def start(self, argv: Sequence[str], log: Path, env: dict[str, str]) -> int:
         assert self.process.stdin is not None
         print(
-            json.dumps({"argv": list(argv), "log": str(log)}), file=self.process.stdin, flush=True
+            json.dumps({"argv": list(argv), "log": str(log), "env": env}),
+            file=self.process.stdin,
+            flush=True,
         )
         return int(self._answer())
 
@@ -62,21 +64,27 @@ class Launcher:
 class Server:
     """One running server. Use as a context manager; without a launcher it is a plain command."""
 
-    def __init__(self, argv: Sequence[str], log: Path, launcher: Launcher | None = None) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        log: Path,
+        launcher: Launcher | None = None,
+        env: dict[str, str] | None = None,
+    ) -> None:
         self.log = log
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         # Without --sleep-on-idle the scheduler of a waiting server keeps a core busy.
         self.argv = [*argv, "--port", str(port), "--sleep-on-idle"]
         self._command: subprocess.Popen[bytes] | None = None
         if launcher is not None:
-            self.pid = launcher.start(self.argv, log)
+            self.pid = launcher.start(self.argv, log, env or {})
         else:
             self._command = subprocess.Popen(
                 [sys.executable, "-m", "sglang.launch_server", *self.argv],
                 stdout=log.open("w"),
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=_environment(log),
+                env=_environment(log) | (env or {}),
             )
             self.pid = self._command.pid
 
@@ -177,7 +185,9 @@ def acceptance(answers: Sequence[dict[str, Any]]) -> float:
 
 def _environment(log: Path) -> dict[str, str]:
     """SGLang's sockets lie in the temporary folder: beside the log, they go when it goes."""
-    return {**os.environ, "TMPDIR": str(log.parent)}
+    environment = {**os.environ, "TMPDIR": str(log.parent)}
+    environment.pop("TORCHDYNAMO_DISABLE", None)  # that was meant for the tests' own process
+    return environment
 
 
 def free_port() -> int:

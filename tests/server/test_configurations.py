@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tinypair
-from serving import acceptance, ids, verify_count
+from serving import Server, acceptance, ids, verify_count
 from tinypair import Pairs
 from workload import Answers, assert_same, prompts, run
 
@@ -49,6 +49,15 @@ SETUPS = {
     "block 16": Setup(drafter={"block": 16}),
     "fewer nodes than the block is long": Setup(
         ("--speculative-num-draft-tokens", "4"), {"block": 16}, accepts=1.6
+    ),
+    # The block needs more slots than depth times branching, or the tree.
+    "chain of 3 from a block of 16": Setup(
+        (
+            *("--speculative-num-steps", "2", "--speculative-eagle-topk", "1"),
+            *("--speculative-num-draft-tokens", "3"),
+        ),
+        {"block": 16},
+        accepts=1.4,
     ),
     "sliding window": Setup(drafter={"window": 12}),
     "sliding window, chunked": Setup(("--chunked-prefill-size", "32"), {"window": 12}),
@@ -100,7 +109,7 @@ def check_cached_drafts(cold: Answers, warm: Answers, caches: bool) -> None:
 def test_stock_chain_on_the_cpu_platform(serve: Any, pairs: Pairs) -> None:
     """The baseline that we are measured against runs on the same server, in its only type here.
 
-    The stock model runner rounds the block's embeddings to bfloat16, so float32 fails in stock code.
+    The stock model runner rounds the block's embeddings to bfloat16, so float32 fails there.
     """
     pair = pairs.pair()
     flags = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path")
@@ -110,15 +119,28 @@ def test_stock_chain_on_the_cpu_platform(serve: Any, pairs: Pairs) -> None:
 
 
 def test_retraction(serve: Any, pairs: Pairs, plain: dict[str, Answers]) -> None:
-    """With too little KV for all, requests are put back and resumed, and nothing leaks."""
+    """SGLang's own stress test: every other round a request is put back, and resumed later."""
     pair = pairs.pair()
-    flags = ("--max-total-tokens", "900", "--schedule-conservativeness", "0.01")
-    with serve(pair.target, pair.drafter, *flags) as server:
+    stress = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2"}
+    with serve(pair.target, pair.drafter, env=stress) as server:
         answers = run(server, PROMPTS, concurrency=len(PROMPTS))
-        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 3
+        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 5
         assert_same(answers, plain["LlamaForCausalLM"])
         assert acceptance(answers) > 1.5  # a resumed request drafts from KV that was written anew
         assert_same(run(server, PROMPTS[:8]), plain["LlamaForCausalLM"][:8])
+        assert server.errors() == []
+
+
+def test_little_memory(serve: Any, pairs: Pairs, plain_server: Server) -> None:
+    """With too little KV for all, some wait or are put back, and nothing leaks."""
+    pair = pairs.pair()
+    expected = run(plain_server, PROMPTS, tokens=160)
+    # Requests are let in for little more than their prompts, and then all grow: they need thrice it.
+    flags = ("--max-total-tokens", "1400", "--schedule-conservativeness", "0.01")
+    with serve(pair.target, pair.drafter, *flags) as server:
+        answers = run(server, PROMPTS, concurrency=len(PROMPTS), tokens=160)
+        assert_same(answers, expected)
+        assert_same(run(server, PROMPTS[:8], tokens=160), expected[:8])
         assert server.errors() == []
 
 

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -111,7 +112,7 @@ def test_context_limit(plain_server: Server, tree_server: Server) -> None:
     answers = both(plain_server, tree_server, asked)
     for answer, (_, options) in zip(answers, asked, strict=True):
         assert answer["meta_info"]["finish_reason"]["type"] == "length"
-        assert options["max_new_tokens"] - len(answer["output_ids"]) in (0, 1)
+        assert options["max_new_tokens"] - len(answer["output_ids"]) in (0, 1, 2)
 
 
 # Constraints.
@@ -298,7 +299,7 @@ def test_streaming(tree_server: Server, free_run: Answers) -> None:
         assert lines.pop() == b"[DONE]"
         texts = [json.loads(line)["text"] for line in lines]
         assert len(texts) > 5
-        assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+        assert all(b.startswith(a) for a, b in pairwise(texts))
         assert texts[-1] == decode(free_run[number]["output_ids"])
 
 

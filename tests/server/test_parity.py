@@ -32,11 +32,12 @@ MIXED = [
     "Hello",
 ]
 PREFIX = (
-    "You answer questions about a small library. It opens at nine in the morning and closes at six in "
-    "the evening, from Monday to Saturday. Members may borrow five books for three weeks, and renew "
-    "each of them twice unless somebody else has asked for it. The reading room has forty seats, the "
-    "children's corner twelve. On the first Friday of a month there is a concert in the main hall, and "
-    "on Wednesdays a volunteer reads fairy tales. Lost cards cost two euros. Be brief and friendly."
+    "You answer questions about a small library. It opens at nine in the morning and closes at six "
+    "in the evening, from Monday to Saturday. Members may borrow five books for three weeks, and "
+    "renew each of them twice unless somebody else has asked for it. The reading room has forty "
+    "seats, the children's corner twelve. On the first Friday of a month there is a concert in the "
+    "main hall, and on Wednesdays a volunteer reads fairy tales. Lost cards cost two euros. Be "
+    "brief and friendly."
 )
 SHARED = [
     chat(question, PREFIX)

@@ -1,7 +1,7 @@
 """Sampled tokens follow the target: counted on a running server, against exact probabilities.
 
-The exact ones come from transformers and from filters written here as plain loops. The first token is
-drawn by prefill, the others are accepted or drawn in a tree.
+The exact ones come from transformers and from filters written here as plain loops. The first token
+is drawn by prefill, the others are accepted or drawn in a tree.
 """
 
 from __future__ import annotations

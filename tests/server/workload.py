@@ -26,9 +26,11 @@ def prompts(vocab: int = VOCAB) -> list[list[int]]:
     return [*alone, *family, family[-1], alone[0]]
 
 
-def run(server: Server, prompts: Sequence[list[int]], concurrency: int = 8) -> Answers:
+def run(
+    server: Server, prompts: Sequence[list[int]], concurrency: int = 8, tokens: int = TOKENS
+) -> Answers:
     """Fixed lengths: the end-of-text token has tests of its own."""
-    return server.ask_all(prompts, concurrency=concurrency, max_new_tokens=TOKENS, ignore_eos=True)
+    return server.ask_all(prompts, concurrency=concurrency, max_new_tokens=tokens, ignore_eos=True)
 
 
 def assert_same(answers: Answers, plain: Answers) -> None:

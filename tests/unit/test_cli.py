@@ -126,7 +126,7 @@ def test_server_that_crashes_while_answering(fake_world, monkeypatch, capsys):
 def test_server_that_refuses(fake_world, capsys):
     assert main(["demo", "--max-tokens", "2000"]) == 1
     error = capsys.readouterr().err
-    assert "the plain server refused" in error and "too many tokens" in error
+    assert "the DFLASH2 tree server refused" in error and "too many tokens" in error
 
 
 # --- a whole run -----------------------------------------------------------------------------
@@ -148,6 +148,7 @@ def test_demo_from_end_to_end(fake_world, monkeypatch, capsys, together):
     assert [cell.strip() for cell in rows["DFLASH2 tree"][2:4]] == ["1 of 2", "2.00"]
     assert rows["plain"][5].strip() == "1.00x"
     assert demo_report.NEAR_TIES in out
+    assert ("taking turns" in out) == together
     assert "--speculative-algorithm DFLASH2 \\\n" in out
     assert "\x1b" not in out  # piped: no colours, no spinner
     assert [server.processes() for server in started] == [[], [], []]
@@ -225,9 +226,9 @@ def test_a_difference_is_explained(dtype, other, note):
     args = build_parser().parse_args(["demo", "--dtype", dtype, "--rounds", "1"])
     results = {"plain": [round_of("a")], "tree": [round_of(other, steps=3)]}
     with console.capture() as captured:
-        demo_report.print_results(console, results, args, 1)
+        demo_report.print_results(console, results, args, True)
     out = captured.get()
-    assert f"temperature 0, concurrency 1, {dtype}; 1 round, taken in turns.\n" in out
+    assert f"temperature 0, concurrency 1, {dtype}; 1 round, the servers taking turns.\n" in out
     assert note in out
     assert (demo_report.NO_CHAIN in out) == (dtype == "float32")
     assert (demo_report.NEAR_TIES in out or demo_report.UNEXPECTED in out) == bool(note)
