@@ -90,6 +90,7 @@ def _side_by_side(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None
     if (
         query.dim() == 2
         and query.stride() == key.stride()
+        and query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr()
         and query.data_ptr() + query.shape[1] * query.element_size() == key.data_ptr()
     ):
         shape = (query.shape[0], query.shape[1] + key.shape[1])

@@ -8,6 +8,7 @@ process group of its own; the answer is its process id. Nothing else differs fro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -66,12 +67,18 @@ def main() -> None:
     preload()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
     print("ready", flush=True)
+    started = []
     for line in sys.stdin:
         order = json.loads(line)
         child = os.fork()
         if child == 0:
             serve(order["argv"], order["log"], order["env"])
+        started.append(child)
         print(child, flush=True)
+    # The tests have ended, or were killed: nothing of theirs may stay behind.
+    for child in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def test_little_memory(serve: Any, pairs: Pairs, plain_server: Server) -> None:
     """With too little KV for all, some wait or are put back, and nothing leaks."""
     pair = pairs.pair()
     expected = run(plain_server, PROMPTS, tokens=160)
-    # Requests are let in for little more than their prompts, and then all grow: they need thrice it.
+    # Requests are let in for little more than their prompts, and then all grow to thrice of this.
     flags = ("--max-total-tokens", "1400", "--schedule-conservativeness", "0.01")
     with serve(pair.target, pair.drafter, *flags) as server:
         answers = run(server, PROMPTS, concurrency=len(PROMPTS), tokens=160)
