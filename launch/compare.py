@@ -64,7 +64,6 @@ def measure(configs: Sequence[Config], prompts: list[str], args: argparse.Namesp
             for config in configs:
                 client = Client(config.server, sampling)
                 result = client.round(prompts)
-                client.close()
                 if number:  # the first round warms caches and compilers
                     config.rounds.setdefault(concurrency, []).append(result)
                 print(
