@@ -16,7 +16,7 @@ from dflash2_sglang.tree.build import capacity
 
 NAME = "DFLASH2"
 DEFAULT_NODES = 16
-DEFAULT_CHILDREN = 4
+DEFAULT_CHILDREN = 8
 DEFAULT_MAX_REQUESTS = 48
 PLAIN_TOP_K = 16
 

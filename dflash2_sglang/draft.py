@@ -49,9 +49,7 @@ class Drafting:
     def __call__(self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor) -> Tree:
         """anchor [B] int64; slots [B, >= G] int64, the requests' KV slots from seq_lens on."""
         hidden = self._block(batch, anchor, slots)
-        return build_tree(
-            self._lattice(batch, anchor, hidden), anchor, self.nodes, self.children
-        )
+        return build_tree(self._lattice(batch, anchor, hidden), anchor, self.nodes, self.children)
 
     def _block(self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Hidden states of the D mask positions that are used, [B, D, H]."""

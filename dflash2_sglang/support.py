@@ -50,9 +50,7 @@ REFUSALS = (
     Refusal("--enable-hierarchical-cache", _set("enable_hierarchical_cache"), "drop it"),
     Refusal("--enable-mixed-chunk", _set("enable_mixed_chunk"), "drop it"),
     Refusal("--enable-watermark", _set("enable_watermark"), "drop it"),
-    Refusal(
-        "--enable-deterministic-inference", _set("enable_deterministic_inference"), "drop it"
-    ),
+    Refusal("--enable-deterministic-inference", _set("enable_deterministic_inference"), "drop it"),
     Refusal(
         "--enable-custom-logit-processor",
         _set("enable_custom_logit_processor"),
@@ -77,10 +75,9 @@ REFUSALS = (
     ),
     Refusal(
         "--speculative-accept-threshold-single or -acc below 1",
-        lambda args: min(
-            args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc
-        )
-        < 1,
+        lambda args: (
+            min(args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc) < 1
+        ),
         "leave them at 1; relaxed acceptance would change the output",
     ),
 )

@@ -34,9 +34,7 @@ logger = logging.getLogger(__name__)
 class DFlash2Worker(BaseSpecWorker):
     """Speculative worker of one rank; the scheduler calls ``forward_batch_generation``."""
 
-    def __init__(
-        self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any
-    ) -> None:
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         super().__init__()
         patches.verify(["dflash2"])
         self._target_worker = target_worker
@@ -133,9 +131,7 @@ class DFlash2Worker(BaseSpecWorker):
         result.next_draft_input = DraftState(result.next_token_ids.long())
         return result
 
-    def _round(
-        self, batch: Any, on_publish: Any, grammar_barrier: Any
-    ) -> GenerationBatchResult:
+    def _round(self, batch: Any, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         prefix, anchor = batch.seq_lens, batch.spec_info.bonus_tokens
         slots = assign_extend_cache_locs_uniform_func(
             req_pool_indices=batch.req_pool_indices,

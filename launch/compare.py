@@ -99,7 +99,9 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1])
     parser.add_argument("--nodes", type=int, nargs="*", default=[16])
     parser.add_argument("--branching", type=int, nargs="+", default=[4])
-    parser.add_argument("--chain", action="store_true", help="DFLASH2 with --speculative-eagle-topk 1")
+    parser.add_argument(
+        "--chain", action="store_true", help="DFLASH2 with --speculative-eagle-topk 1"
+    )
     parser.add_argument("--only", nargs="+", help="names of the configurations to run")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=128)

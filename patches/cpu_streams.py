@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from dflash2_sglang.patches.base import Patch
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from dflash2_sglang.patches.base import Patch
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from dflash2_sglang.patches.base import Patch
 
 

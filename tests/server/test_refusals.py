@@ -62,14 +62,14 @@ def tree_of(view: Any) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("flags", "tree"),
     [
-        ("", (7, 4, 16)),
+        ("", (7, 8, 16)),
         ("--speculative-eagle-topk 1", (7, 1, 8)),
         ("--speculative-num-steps 2", (2, 4, 16)),
         ("--speculative-num-steps 1", (1, 4, 5)),
         ("--speculative-num-draft-tokens 2", (7, 4, 2)),
         ("--speculative-eagle-topk 1 --speculative-num-draft-tokens 8", (7, 1, 8)),
         ("--speculative-eagle-topk 63 --speculative-num-draft-tokens 64", (7, 63, 64)),
-        ("--page-size 16 --tp-size 2 --chunked-prefill-size 64", (7, 4, 16)),
+        ("--page-size 16 --tp-size 2 --chunked-prefill-size 64", (7, 8, 16)),
     ],
 )
 def test_trees(resolve: Resolve, flags: str, tree: tuple[int, int, int]) -> None:

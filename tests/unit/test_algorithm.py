@@ -26,12 +26,12 @@ def config(block: int = 8, top_k: int | None = 16) -> DrafterConfig:
 @pytest.mark.parametrize(
     ("drafter", "asked", "shape"),
     [
-        (config(), (None, None, None), (7, 4, 16)),
+        (config(), (None, None, None), (7, 8, 16)),
         (config(16), (None, None, None), (15, 4, 16)),
         (config(2), (None, None, None), (1, 4, 5)),
         (config(8, 2), (None, None, None), (7, 2, 16)),
         (config(8, 1), (None, None, None), (7, 1, 8)),
-        (config(8, None), (None, None, None), (7, 4, 16)),
+        (config(8, None), (None, None, None), (7, 8, 16)),
         (config(), (None, 1, None), (7, 1, 8)),
         (config(), (3, None, None), (3, 4, 16)),
         (config(), (1, 2, None), (1, 2, 3)),
