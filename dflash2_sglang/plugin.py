@@ -6,7 +6,8 @@ from typing import Any
 
 from sglang.srt.platforms import current_platform
 
-from dflash2_sglang import algorithm, patches
+import dflash2_sglang.patches as patches
+from dflash2_sglang import algorithm
 from dflash2_sglang.cpu.platform import ATTENTION_BACKEND, CpuPlatform
 
 

@@ -50,6 +50,7 @@ class DraftState(SpecInput):
     def merge_batch(self, spec_info: DraftState) -> None:
         """Append the requests of ``spec_info``."""
         if self.future_indices is not None:
+            assert spec_info.future_indices is not None
             self.future_indices = torch.cat([self.future_indices, spec_info.future_indices])
         else:
             self.bonus_tokens = torch.cat([self.bonus_tokens, spec_info.bonus_tokens])

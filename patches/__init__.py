@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterable
 
-from dflash2_sglang.patches.base import Patch, PatchError, Scope
+from .base import Patch, PatchError, Scope
 
 
 def discover() -> list[Patch]:

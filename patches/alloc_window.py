@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dflash2_sglang.patches.base import Patch
+from .base import Patch
 
 
 def alloc_len_per_decode(original: Callable[[], int]) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from dflash2_sglang.patches.base import Patch
+
+from .base import Patch
 
 
 def assign_req_to_token_pool(

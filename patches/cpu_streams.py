@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from dflash2_sglang.patches.base import Patch
+
+from .base import Patch
 
 
 def record_stream(original: Callable[..., Any], tensor: torch.Tensor, stream: Any) -> None:

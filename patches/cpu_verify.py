@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from dflash2_sglang.patches.base import Patch
+
+from .base import Patch
 
 
 def move_accept_tokens(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dflash2_sglang.patches.base import Patch
+from .base import Patch
 
 
 def spec_need_hidden_states(original: Callable[[], bool]) -> bool:

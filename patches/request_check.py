@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dflash2_sglang.patches.base import Patch
+from .base import Patch
 
 
 def validate_request(

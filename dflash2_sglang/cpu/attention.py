@@ -149,9 +149,8 @@ class CpuAttnBackend(AttentionBackend):
         size = batch.batch_size
         keys = int(prefix.max()) + queries
         table = self.req_to_token[batch.req_pool_indices, :keys]
-        slots: torch.Tensor | slice = table.reshape(-1).long()
-        if size == 1:
-            slots = contiguous_run(slots) or slots
+        scattered = table.reshape(-1).long()
+        slots = (contiguous_run(scattered) if size == 1 else None) or scattered
         # Past a short request's end its row may hold ids of freed slots: masked, but in bounds.
         return Rows(slots, size, queries, keys, prefix)
 

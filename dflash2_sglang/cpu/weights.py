@@ -20,9 +20,9 @@ from sglang.srt.layers.quantization.unquant import (
 logger = logging.getLogger(__name__)
 
 # The overload itself: resolving it anew would cost more than a small layer's arithmetic.
-_products = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-_product = getattr(_products, "default", None)
-_product_with = getattr(_products, "binary", None)
+_products: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_product: Any = getattr(_products, "default", None)
+_product_with: Any = getattr(_products, "binary", None)
 
 # The layout oneDNN picks for this many rows also serves one row and hundreds well.
 ROWS_HINT = 16
@@ -93,13 +93,14 @@ def _gated_mlp(mlp: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Te
 
 def prepare(model: torch.nn.Module) -> None:
     """Pack the dense bfloat16 linear layers and the head of ``model`` in place."""
-    for layer in model.modules():
+    modules: list[Any] = list(model.modules())
+    for layer in modules:
         # The stock DFlash attention would launch a fused Triton kernel for norm and rope.
         if getattr(layer, "use_table_qk_norm_rope", False):
             layer.use_table_qk_norm_rope = False
     if not supported():
         return
-    chosen = [(layer, method) for layer in model.modules() if (method := _method(model, layer))]
+    chosen = [(layer, method) for layer in modules if (method := _method(model, layer))]
     size = sum(layer.weight.nbytes for layer, _ in chosen)
     if size > psutil.virtual_memory().available // 4:
         logger.info(
@@ -107,7 +108,7 @@ def prepare(model: torch.nn.Module) -> None:
             size / 2**30,
         )
         return
-    gates = {mlp.gate_up_proj: mlp for mlp in model.modules() if _is_gated(mlp)}
+    gates = {mlp.gate_up_proj: mlp for mlp in modules if _is_gated(mlp)}
     for layer, method in chosen:
         if layer in gates and layer.bias is None:
             layer.quant_method = PackedGateUp(layer.weight)

@@ -78,10 +78,8 @@ class Rotary(nn.Module):
     def _partner(self, x: Tensor) -> Tensor:
         """The other coordinate of each rotated pair; what lies beyond ``dim`` stays."""
         head = x[..., : self.dim]
-        if self.neox:
-            head = head.roll(self.dim // 2, -1)
-        else:
-            head = head.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        pairs = head.unflatten(-1, (2, -1) if self.neox else (-1, 2))
+        head = pairs.flip(-2 if self.neox else -1).flatten(-2)
         return head if self.dim == self.head_dim else torch.cat((head, x[..., self.dim :]), -1)
 
 
