@@ -149,9 +149,12 @@ class CpuAttnBackend(AttentionBackend):
         size = batch.batch_size
         keys = int(prefix.max()) + queries
         table = self.req_to_token[batch.req_pool_indices, :keys]
+        if size > 1:
+            # Past a short request's end its row may name slots of others; slot 0 holds zeros. Masked
+            # scores would hide their values, but not a NaN.
+            table = table.where(torch.arange(keys) < (prefix + queries).unsqueeze(1), 0)
         scattered = table.reshape(-1).long()
         slots = (contiguous_run(scattered) if size == 1 else None) or scattered
-        # Past a short request's end its row may hold ids of freed slots: masked, but in bounds.
         return Rows(slots, size, queries, keys, prefix)
 
     def _prompts(self, batch: ForwardBatch) -> list[Prompt]:

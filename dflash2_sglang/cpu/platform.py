@@ -82,8 +82,10 @@ class CpuPlatform(SRTPlatform):
         ops.register()
 
     def post_load_model(self, model: torch.nn.Module) -> None:
+        import dflash2_sglang.patches as patches
         from dflash2_sglang.cpu.weights import prepare
 
+        patches.verify(["cpu"])
         prepare(model)
 
     def get_default_attention_backend(self) -> str:
