@@ -123,7 +123,7 @@ def test_each_round_accepts_what_the_reference_does(name: str, serve: Any, pairs
         longer = run(server, PROMPTS, tokens=TOKENS + 15)
         assert server.errors() == []
     assert_same(warm, cold)
-    reference = Reference.load(target, drafter, nodes, children=4)
+    reference = Reference.load(target, drafter, nodes, children=8)
     expected = [
         Counter(reference.accepted(prompt, answer, TOKENS))
         for prompt, answer in zip(PROMPTS, ids(longer), strict=True)
