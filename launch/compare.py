@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="take so many of the prompts, evenly spread")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1])
     parser.add_argument("--nodes", type=int, nargs="*", default=[16])
-    parser.add_argument("--branching", type=int, nargs="+", default=[4])
+    parser.add_argument("--branching", type=int, nargs="+", default=[8])
     parser.add_argument(
         "--chain", action="store_true", help="DFLASH2 with --speculative-eagle-topk 1"
     )
