@@ -38,11 +38,22 @@ def supported() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-class PackedLinearMethod(UnquantizedLinearMethod):
-    """``y = x W^T + b`` with W packed; ``layer.weight`` stays as it was loaded."""
+class _Packed:
+    """A quant method that keeps a packed copy of ``layer.weight``, which stays as it was loaded."""
 
     def __init__(self, weight: torch.Tensor) -> None:
+        self.pack(weight)
+
+    def pack(self, weight: torch.Tensor) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """SGLang calls this again at the end of an online weight update."""
+        self.pack(layer.weight)
+
+
+class PackedLinearMethod(_Packed, UnquantizedLinearMethod):
+    """``y = x W^T + b``."""
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -50,25 +61,22 @@ class PackedLinearMethod(UnquantizedLinearMethod):
         return _product(x, self.packed, bias, "none", [], "")
 
 
-class PackedHeadMethod(UnquantizedEmbeddingMethod):
+class PackedHeadMethod(_Packed, UnquantizedEmbeddingMethod):
     """A vocabulary head with packed weights; embedding look-ups still read ``layer.weight``."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
-
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         return _product(x, self.packed, bias, "none", [], "")
 
 
-class PackedGateUp(UnquantizedLinearMethod):
+class PackedGateUp(_Packed, UnquantizedLinearMethod):
     """gate and up as two products, the first ending in SiLU and the second in the multiplication.
 
     oneDNN applies both while the results are still in float32 registers.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def pack(self, weight: torch.Tensor) -> None:
         self.gate, self.up = (
             torch.ops.mkldnn._reorder_linear_weight(half.contiguous(), ROWS_HINT)
             for half in weight.detach().chunk(2)

@@ -242,12 +242,29 @@ def test_packed_swiglu(packs: None, rows: int) -> None:
     x = normal(rows, 64, seed=4, dtype=torch.bfloat16)
     gate, up = (x.double() @ mlp.gate_up_proj.weight.double().T).chunk(2, -1)
     hidden = F.silu(gate) * up
-    if isinstance(mlp.gate_up_proj.quant_method, weights.PackedGateUp):
-        fused = mlp.gate_up_proj.quant_method.activated(x)
-        assert_close(fused, hidden, 2)
-        assert_close(mlp(x), hidden @ mlp.down_proj.inner.weight.double().T, 3)
+    assert isinstance(mlp.gate_up_proj.quant_method, weights.PackedGateUp)
+    fused = mlp.gate_up_proj.quant_method.activated(x)
+    assert_close(fused, hidden, 2)
+    assert_close(mlp(x), hidden @ mlp.down_proj.inner.weight.double().T, 3)
     plain = mlp.gate_up_proj.quant_method.apply(mlp.gate_up_proj, x, None)
     assert_close(plain, torch.cat((gate, up), -1), 1)
+
+
+def test_an_online_weight_update_is_packed_anew(packs: None) -> None:
+    """SGLang ends every update with this call on all layers."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    layer, mlp = linear(96, 64), LlamaMLP()
+    model = nn.ModuleDict({"proj": layer, "mlp": mlp})
+    weights.prepare(model)
+    for changed, seed in ((layer, 7), (mlp.gate_up_proj, 8)):
+        new = normal(*changed.weight.shape, seed=seed, dtype=torch.bfloat16)
+        changed.weight.data.copy_(new)
+    DefaultModelLoader.postprocess_weights(model, torch.device("cpu"))
+    x = normal(16, 64, seed=5, dtype=torch.bfloat16)
+    assert_close(layer.quant_method.apply(layer, x), x.double() @ layer.weight.double().T, 1)
+    gate, up = (x.double() @ mlp.gate_up_proj.weight.double().T).chunk(2, -1)
+    assert_close(mlp.gate_up_proj.quant_method.activated(x), F.silu(gate) * up, 2)
 
 
 def test_what_is_not_packed(packs: None) -> None:
