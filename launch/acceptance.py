@@ -22,6 +22,7 @@ from compare import load_prompts
 from parity import encode
 
 from dflash2_sglang.cli.demo_model import demo_drafter, ensure_demo_model
+from dflash2_sglang.cli.main import unwind_when_told_to_end
 from dflash2_sglang.cli.servers import Server, running, wait_ready
 
 BLOCK = 8
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--concurrency", type=int, default=4)
     args = parser.parse_args()
+    unwind_when_told_to_end()
     from transformers import AutoTokenizer
 
     model = ensure_demo_model()

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from dflash2_sglang.cli.demo_model import demo_drafter, ensure_demo_model
+from dflash2_sglang.cli.main import unwind_when_told_to_end
 from dflash2_sglang.cli.measure import Client, Round, Sampling, acceptance_length
 from dflash2_sglang.cli.servers import Server, running, wait_ready
 
@@ -108,6 +109,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--server-args", nargs=argparse.REMAINDER, default=[])
     args = parser.parse_args()
+    unwind_when_told_to_end()
     prompts = load_prompts(args.prompts, args.limit)
     with tempfile.TemporaryDirectory() as folder:
         configs = configurations(args, Path(folder))

@@ -23,6 +23,7 @@ from typing import Any
 from compare import load_prompts
 
 from dflash2_sglang.cli.demo_model import demo_drafter, ensure_demo_model
+from dflash2_sglang.cli.main import unwind_when_told_to_end
 from dflash2_sglang.cli.servers import Server, running, wait_ready
 
 SHARED = "You are a patient teacher. " * 12
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--nodes", type=int, default=16)
     args = parser.parse_args()
+    unwind_when_told_to_end()
     target = ["--model-path", str(ensure_demo_model()), "--dtype", args.dtype]
     target += ["--max-total-tokens", "32768"]
     tree = ["--speculative-algorithm", "DFLASH2", "--speculative-draft-model-path"]

@@ -20,6 +20,7 @@ import psutil
 from compare import load_prompts
 
 from dflash2_sglang.cli.demo_model import demo_drafter, ensure_demo_model
+from dflash2_sglang.cli.main import unwind_when_told_to_end
 from dflash2_sglang.cli.measure import Client, Sampling
 from dflash2_sglang.cli.servers import Server, running, wait_ready
 
@@ -105,6 +106,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--server-args", nargs=argparse.REMAINDER, default=[])
     args = parser.parse_args()
+    unwind_when_told_to_end()
     prompts = load_prompts(args.prompts, args.limit)
     arguments = ["--model-path", str(ensure_demo_model()), "--speculative-algorithm", "DFLASH2"]
     arguments += ["--speculative-draft-model-path", str(demo_drafter()), *args.server_args]

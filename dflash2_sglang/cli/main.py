@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not hasattr(args, "run"):
         parser.print_help()
         return 2
-    _unwind_when_told_to_end()
+    unwind_when_told_to_end()
     try:
         return args.run(args)
     except KeyboardInterrupt:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _unwind_when_told_to_end() -> None:
+def unwind_when_told_to_end() -> None:
     """Let SIGTERM and a closed terminal unwind like Ctrl-C does, so that servers are stopped."""
 
     def end(number: int, frame: FrameType | None) -> None:
