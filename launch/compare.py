@@ -12,7 +12,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -63,10 +63,11 @@ def measure(configs: Sequence[Config], prompts: list[str], args: argparse.Namesp
         sampling = Sampling(args.max_tokens, args.temperature, concurrency)
         for number in range(args.rounds + 1):
             for config in configs:
-                client = Client(config.server, sampling)
-                result = client.round(prompts)
-                if number:  # the first round warms caches and compilers
-                    config.rounds.setdefault(concurrency, []).append(result)
+                if not number:  # caches and compilers get warm
+                    Client(config.server, replace(sampling, max_tokens=16)).round(prompts)
+                    continue
+                result = Client(config.server, sampling).round(prompts)
+                config.rounds.setdefault(concurrency, []).append(result)
                 print(
                     f"# c={concurrency} round {number} {config.name}: {result.speed:.1f} tok/s",
                     flush=True,
