@@ -16,6 +16,7 @@ from dflash2_sglang.tree.build import capacity
 
 NAME = "DFLASH2"
 DEFAULT_NODES = 16
+DEFAULT_NODES_WITHOUT_MATRIX_UNIT = 8
 DEFAULT_CHILDREN = 8
 DEFAULT_MAX_REQUESTS = 48
 PLAIN_TOP_K = 16
@@ -81,6 +82,7 @@ def resolve(args: Any) -> None:
         args.speculative_num_steps,
         args.speculative_eagle_topk,
         args.speculative_num_draft_tokens,
+        usual_nodes=usual_nodes(args.device),
     )
     args.speculative_num_steps = depth
     args.speculative_eagle_topk = children
@@ -100,8 +102,31 @@ def resolve(args: Any) -> None:
     )
 
 
+def usual_nodes(device: str) -> int:
+    """Nodes where the user says nothing.
+
+    A CPU without AMX has little arithmetic to spare next to reading the weights, so each further node
+    costs about what it gains from 8 on (``docs/benchmarks.md``).
+    """
+    if device == "cpu" and not has_amx():
+        return DEFAULT_NODES_WITHOUT_MATRIX_UNIT
+    return DEFAULT_NODES
+
+
+def has_amx() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in a unit of its own."""
+    try:
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
 def tree_shape(
-    config: DrafterConfig, depth: int | None, children: int | None, nodes: int | None
+    config: DrafterConfig,
+    depth: int | None,
+    children: int | None,
+    nodes: int | None,
+    usual_nodes: int = DEFAULT_NODES,
 ) -> tuple[int, int, int]:
     """(depth, branching, nodes), defaults taken from the checkpoint; ValueError where they clash."""
     most_depth = config.depth
@@ -119,7 +144,7 @@ def tree_shape(
             "candidates the drafter keeps at each position."
         )
     most = capacity(depth, children)
-    nodes = min(DEFAULT_NODES, most) if nodes is None else int(nodes)
+    nodes = min(usual_nodes, most) if nodes is None else int(nodes)
     if not 2 <= nodes <= most:
         raise ValueError(
             f"--speculative-num-draft-tokens {nodes} must lie between 2 and {most}, the most nodes of "

@@ -47,7 +47,7 @@ class _Packed:
     def pack(self, weight: torch.Tensor) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """SGLang calls this again at the end of an online weight update."""
         self.pack(layer.weight)
 

@@ -100,6 +100,7 @@ def matching(tree: Tree, following: list[int]) -> int:
     return depth
 
 
+# Options of the drafter, flags of the server, nodes.
 SETUPS: dict[str, tuple[dict[str, Any], tuple[str, ...], int]] = {
     "full attention": ({}, (), 16),
     "sliding window": ({"window": 12}, ("--chunked-prefill-size", "32"), 16),
@@ -108,7 +109,7 @@ SETUPS: dict[str, tuple[dict[str, Any], tuple[str, ...], int]] = {
         ("--max-total-tokens", "900", "--schedule-conservativeness", "0.01"),
         16,
     ),
-    "24 nodes, pages": ({}, ("--page-size", "16", "--speculative-num-draft-tokens", "24"), 24),
+    "24 nodes, pages": ({}, ("--page-size", "16"), 24),
 }
 
 
@@ -117,6 +118,7 @@ def test_each_round_accepts_what_the_reference_does(name: str, serve: Any, pairs
     options, flags, nodes = SETUPS[name]
     target = pairs.target()
     drafter = pairs.drafter(target, restless=True, **options)
+    flags = (*flags, "--speculative-num-draft-tokens", str(nodes))
     with serve(target, drafter, *flags) as server:
         cold = run(server, PROMPTS)
         warm = run(server, PROMPTS)

@@ -47,6 +47,17 @@ def test_shapes(
 
 
 @pytest.mark.parametrize(
+    ("device", "amx", "nodes"), [("cuda", False, 16), ("cpu", True, 16), ("cpu", False, 8)]
+)
+def test_usual_nodes(monkeypatch: Any, device: str, amx: bool, nodes: int) -> None:
+    monkeypatch.setattr(algorithm, "has_amx", lambda: amx)
+    assert algorithm.usual_nodes(device) == nodes
+    assert tree_shape(config(), None, None, None, nodes) == (7, 8, nodes)
+    assert tree_shape(config(), 2, 1, None, nodes) == (2, 1, 3)
+    assert tree_shape(config(), None, None, 24, nodes) == (7, 8, 24)
+
+
+@pytest.mark.parametrize(
     ("drafter", "asked", "message"),
     [
         (config(), (0, None, None), "--speculative-num-steps 0 must lie between 1 and 7"),
