@@ -179,7 +179,7 @@ def _check_checkpoint(args: Any) -> DrafterConfig:
         raise ValueError(
             "DFLASH2 needs a drafter: set --speculative-draft-model-path to a DFlash 2 checkpoint."
         )
-    config = parse(_draft_config(args, path))
+    config = parse(draft_config(args, path))
     from sglang.srt.arg_groups.overrides import model_config_of
 
     target = model_config_of(args)
@@ -191,7 +191,7 @@ def _check_checkpoint(args: Any) -> DrafterConfig:
     return config
 
 
-def _draft_config(args: Any, path: str) -> dict[str, Any]:
+def draft_config(args: Any, path: str) -> dict[str, Any]:
     """config.json of the checkpoint, local or on the hub, with the user's overrides."""
     file = Path(path) / "config.json"
     if Path(path).is_dir():

@@ -1,8 +1,9 @@
 """The console script ``dflash2-sglang``: its parser, and how it ends.
 
 A subcommand is a module of this package with ``HELP``, ``add_arguments(parser)`` and
-``run(args) -> exit code``, listed in ``COMMANDS``. At module level these modules import only the
-standard library, so that ``--help`` answers at once.
+``run(args) -> exit code``, listed in ``COMMANDS``; with ``TAKES_SERVER_FLAGS`` it also finds the
+arguments of ``sglang.launch_server`` in ``args.server_flags``. At module level these modules import
+only the standard library, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections.abc import Sequence
 from types import FrameType, ModuleType
 
 from dflash2_sglang import __version__
-from dflash2_sglang.cli import demo
+from dflash2_sglang.cli import demo, doctor
 
 PROGRAM = "dflash2-sglang"
-COMMANDS: dict[str, ModuleType] = {"demo": demo}
+COMMANDS: dict[str, ModuleType] = {"demo": demo, "doctor": doctor}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -31,16 +32,24 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, module in COMMANDS.items():
         command = subparsers.add_parser(
-            name, parents=[common], help=module.HELP, description=module.HELP
+            name,
+            parents=[common],
+            help=module.HELP,
+            description=module.HELP,
+            allow_abbrev=False,  # or a server's flag might be taken for ours
         )
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        takes_more = getattr(module, "TAKES_SERVER_FLAGS", False)
+        command.set_defaults(run=module.run, takes_server_flags=takes_more)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if rest and not getattr(args, "takes_server_flags", False):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.server_flags = rest
     if not hasattr(args, "run"):
         parser.print_help()
         return 2
