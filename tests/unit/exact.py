@@ -104,8 +104,12 @@ def coin_cells(tree: Drawn, rows: list[np.ndarray], depth: int) -> tuple[Tensor,
             cuts[-1] |= set((np.cumsum(rest) / rest.sum()).tolist())
     # Coins of levels without nodes are not read.
     pieces = [_pieces(c) for c in cuts]
-    coins = torch.cartesian_prod(*(torch.tensor([x for x, _ in p]).double() for p in pieces))
-    sizes = torch.cartesian_prod(*(torch.tensor([x for _, x in p]).double() for p in pieces))
+    coins = torch.cartesian_prod(
+        *(torch.tensor([x for x, _ in p], dtype=torch.float64) for p in pieces)
+    )
+    sizes = torch.cartesian_prod(
+        *(torch.tensor([x for _, x in p], dtype=torch.float64) for p in pieces)
+    )
     return coins.view(-1, len(cuts)), sizes.view(-1, len(cuts)).prod(1)
 
 

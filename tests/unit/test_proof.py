@@ -15,6 +15,8 @@ from exact import EXACT, KINDS, Law, Target, emitted, error
 from grown import grow, grown_error, lattice
 from plans import Plan, plans, shapes
 
+from dflash2_sglang.tree import draw
+
 torch.set_num_threads(1)
 
 SHAPES = [shape for nodes in range(2, 7) for shape in shapes(nodes, 3)]
@@ -42,8 +44,6 @@ def test_the_walk_is_exact(parent: tuple[int, ...]) -> None:
     least = max(2, *(parent.count(i) for i in range(len(parent))))
     for vocab in range(least, 7):
         for i, plan in enumerate(_plans(parent, vocab)):
-            if vocab > 4 and i % 7 != vocab:
-                continue
             target = Target(vocab, KINDS[(i + vocab) % 3])
             assert error(plan.emitted(target), target, _depth(parent) + 1) < EXACT
 
@@ -64,10 +64,14 @@ GROWN = [
 ]
 
 
+@pytest.mark.parametrize("reach", [0.1, 0.6, 2.0])
 @pytest.mark.parametrize("kind", range(3))
 @pytest.mark.parametrize("sizes", GROWN)
-def test_drawn_trees_are_exact(sizes: tuple[int, ...], kind: int) -> None:
-    """The whole of a round: draws, search, acceptance."""
+def test_drawn_trees_are_exact(
+    sizes: tuple[int, ...], kind: int, reach: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole of a round: draws, search, acceptance; with many and with few fixed children."""
+    monkeypatch.setattr(draw, "FIXED_REACH", reach)
     assert grown_error(*sizes, kind) < EXACT
 
 

@@ -24,8 +24,13 @@ Fault = Callable[[Patch], None]
 
 # Shapes with siblings, depth, and both.
 SHAPES = [((-1, 0, 0, 0), 4), ((-1, 0, 0, 1, 1), 3), ((-1, 0, 1, 2), 3)]
-# A deep one, one that uses all candidates, and one whose nodes share rows of the lattice.
+# Deep ones, and some whose nodes share rows of the lattice; with few fixed children.
 GROWN = [(2, 3, 4, 4, 2), (2, 3, 3, 5, 3), (2, 3, 3, 6, 3), (3, 2, 3, 6, 2)]
+
+
+@pytest.fixture(autouse=True)
+def few_fixed_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw, "FIXED_REACH", 1.5)
 
 
 def rule_error() -> float:
@@ -164,12 +169,14 @@ def _is_random(children: draw.Children) -> Tensor:
 
 
 def duplicated_sibling(patch: Patch) -> None:
-    """The fixed children after the random one do not skip what was drawn."""
+    """The fixed children after the random one all carry the best candidate.
+
+    One that repeats the random child would do no harm: once r is refused, (p - q)+ is 0 at r.
+    """
 
     def change(ranked: Tensor, children: draw.Children) -> draw.Children:
         later = torch.arange(children.rank.shape[2]) > children.fixed.unsqueeze(2)
-        rank = torch.where(later, torch.arange(children.rank.shape[2]), children.rank)
-        return children._replace(rank=rank)
+        return children._replace(rank=children.rank.masked_fill(later, 0))
 
     _spawn_with(patch, change)
 
@@ -241,7 +248,7 @@ def _acceptance_error(share: bool) -> float:
     order = shape.log_probs[0, 0, 0].argsort(descending=True)
     words = shape.tokens[0, 0][order]
     p = torch.tensor(target.after(()))[words]
-    ends = torch.cat((torch.zeros(1), law.cumsum(0), (p / law).clamp(max=1))).double().unique()
+    ends = torch.cat((law.new_zeros(1), law.cumsum(0), (p / law).clamp(max=1))).unique()
     middle, size = (ends[1:] + ends[:-1]) / 2, ends.diff()
     if share:
         first, second, volume = middle, middle, size
@@ -257,7 +264,7 @@ def _acceptance_error(share: bool) -> float:
         tree.tokens, tree.parent, tree.depth, probs, second[:, None], tree.proposal, second[:, None]
     )[:, 1]
     found = [float(volume[accepted & (tree.tokens[:, 1] == word)].sum()) for word in words]
-    return float((torch.tensor(found).double() - torch.minimum(p, law)).abs().max())
+    return float((torch.tensor(found, dtype=torch.float64) - torch.minimum(p, law)).abs().max())
 
 
 def test_a_tree_that_depends_on_the_coin_is_caught() -> None:
@@ -278,8 +285,8 @@ def _impossible_words() -> int:
             tree = Drawn((-1, 0, 0), (0, fixed, random), (False, False, True), ((law), (), ()))
             target = Target(4, "random")
             batch = tensors([tree] * len(edges) ** 3, target, [()] * len(edges) ** 3)
-            probs = torch.tensor(p).double().expand(len(batch.tokens), 3, 4)
-            coins = torch.cartesian_prod(*[torch.tensor(edges).double()] * 3)
+            probs = torch.tensor(p, dtype=torch.float64).expand(len(batch.tokens), 3, 4)
+            coins = torch.cartesian_prod(*[torch.tensor(edges, dtype=torch.float64)] * 3)
             walk = accept.sampling_walk(
                 *batch[:4], probs, coins[:, :1], coins[:, 1], 1, batch.proposal, coins[:, 2:]
             )
