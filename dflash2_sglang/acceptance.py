@@ -58,7 +58,7 @@ def _sampled(
         min_p=info.min_ps if info.need_min_p_sampling else None,
         max_top_k=int(info.top_ks.max()) if logits.is_cpu else None,
     )
-    coins = torch.rand(batch_size, depth + 1, device=logits.device)
+    coins = torch.rand(batch_size, 2 * depth + 1, device=logits.device)
     return accept.mixed_walk(
         tree.tokens,
         tree.parent,
@@ -67,9 +67,11 @@ def _sampled(
         best,
         probs,
         coins[:, :depth],
-        coins[:, depth],
+        coins[:, -1],
         info.top_ks.view(-1) == 1,
         depth,
+        tree.proposal,
+        coins[:, depth:-1],
     )
 
 

@@ -11,10 +11,12 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
 
 from dflash2_sglang.candidates import CandidateHead
 from dflash2_sglang.tree.build import Tree, build_tree
+from dflash2_sglang.tree.draw import Draws
 from dflash2_sglang.tree.lattice import Lattice, build_lattice
 
 
@@ -49,7 +51,28 @@ class Drafting:
     def __call__(self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor) -> Tree:
         """anchor [B] int64; slots [B, >= G] int64, the requests' KV slots from seq_lens on."""
         hidden = self._block(batch, anchor, slots)
-        return build_tree(self._lattice(batch, anchor, hidden), anchor, self.nodes, self.children)
+        lattice = self._lattice(batch, anchor, hidden)
+        draws = self._draws(batch.sampling_info, anchor.shape[0], anchor.device)
+        return build_tree(lattice, anchor, self.nodes, self.children, draws)
+
+    def _draws(self, info: Any, size: int, device: Any) -> Draws | None:
+        """Coins for random children; None where no request can use one.
+
+        With a seed the target's own draw is fixed, and no random child can follow it.
+        """
+        if info.is_all_greedy or info.sampling_seed is not None:
+            return None
+        coins = torch.rand(size, self.depth, self.nodes - 1, device=device)
+        group = get_parallel().tp_group
+        if group.world_size > 1:  # all ranks build rank 0's tree
+            group.broadcast(coins, src=0)
+        return Draws(
+            coins,
+            info.top_ks.view(-1) == 1,
+            info.top_ks if info.need_top_k_sampling else None,
+            info.top_ps if info.need_top_p_sampling else None,
+            info.min_ps if info.need_min_p_sampling else None,
+        )
 
     def _block(self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Hidden states of the D mask positions that are used, [B, D, H]."""

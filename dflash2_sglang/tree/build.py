@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
+from dflash2_sglang.tree.draw import Draws, Proposal, draw_search, proposal
 from dflash2_sglang.tree.lattice import Lattice
+from dflash2_sglang.tree.search import Level, search
 
 
 class Tree(NamedTuple):
@@ -26,6 +27,7 @@ class Tree(NamedTuple):
     mask          [B, N, N]  bool     mask[b, i, j]: j is i or an ancestor of i
     first_child   [B, N]     int64    -1 where none
     next_sibling  [B, N]     int64    -1 where none
+    proposal      how its random children were drawn; None in a tree of fixed children only
     """
 
     tokens: Tensor
@@ -35,19 +37,7 @@ class Tree(NamedTuple):
     mask: Tensor
     first_child: Tensor
     next_sibling: Tensor
-
-
-class _Level(NamedTuple):
-    """The F best nodes of one depth, best first (F differs between levels).
-
-    log_prob  [B, F]  of the path
-    row       [B, F]  where the children are: row of the [B*D*K] rows of transitions
-    parent    [B, F]  where its parent is in the concatenation of all levels
-    """
-
-    log_prob: Tensor
-    row: Tensor
-    parent: Tensor
+    proposal: Proposal | None = None
 
 
 def capacity(depth: int, max_children: int) -> int:
@@ -55,11 +45,18 @@ def capacity(depth: int, max_children: int) -> int:
     return sum(max_children**level for level in range(depth + 1))
 
 
-def build_tree(lattice: Lattice, anchor: Tensor, num_nodes: int, max_children: int) -> Tree:
+def build_tree(
+    lattice: Lattice,
+    anchor: Tensor,
+    num_nodes: int,
+    max_children: int,
+    draws: Draws | None = None,
+) -> Tree:
     """The anchor and the num_nodes - 1 most probable paths; no other tree has a greater sum.
 
     lattice  see Lattice; a NaN log-probability counts as probability zero
     anchor   [B] int64 the last committed token of each request
+    draws    gives nodes a random child (see `draw`) and the tree a proposal; None: no node has one
 
     Order: log-probability, highest first; then depth, shallowest first; then the order of the
     parents; then the rank among the parent's children (log-probability, then candidate index).
@@ -70,8 +67,12 @@ def build_tree(lattice: Lattice, anchor: Tensor, num_nodes: int, max_children: i
     nodes before it, all of which precede its descendants as well.
     """
     _check_sizes(lattice, num_nodes, max_children)
-    levels = _search(lattice, num_nodes, max_children)
-    return _select(levels, lattice.tokens, anchor, num_nodes)
+    if draws is None:
+        levels = search(lattice, num_nodes, max_children)
+        return _select(levels, lattice.tokens, anchor, num_nodes)[0]
+    found = draw_search(lattice, num_nodes, max_children, draws)
+    tree, chosen = _select(found.levels, lattice.tokens, anchor, num_nodes)
+    return tree._replace(proposal=proposal(found, lattice.tokens, chosen, tree.parent))
 
 
 def assemble(tokens: Tensor, parent: Tensor, log_prob: Tensor, max_depth: int) -> Tree:
@@ -132,44 +133,13 @@ def _check_sizes(lattice: Lattice, num_nodes: int, max_children: int) -> None:
         )
 
 
-def _search(lattice: Lattice, num_nodes: int, max_children: int) -> list[_Level]:
-    """The nodes of each depth, from the root down, that can be among the best."""
-    batch, depth, width = lattice.tokens.shape
-    log_probs, rows = _ranked_children(lattice, max_children)
-    root = torch.arange(0, batch * depth * width, depth * width, device=rows.device).view(-1, 1)
-    levels = [_Level(log_probs.new_zeros(batch, 1), root, torch.zeros_like(root))]
-    start = 0  # of the parents' level
-    for above in range(min(depth, num_nodes - 1)):
-        parents = levels[-1]
-        paths = embedding(parents.row, log_probs).add_(parents.log_prob.unsqueeze(-1)).flatten(1)
-        ranked, index = paths.sort(dim=1, descending=True, stable=True)
-        # The root and `above` more ancestors come before any node of this level.
-        keep = min(num_nodes - 1 - above, paths.shape[1])
-        index = index[:, :keep]
-        children = embedding(parents.row, rows).flatten(1).gather(1, index)
-        parent = index.div(max_children, rounding_mode="floor").add_(start)
-        start += parents.row.shape[1]
-        levels.append(_Level(ranked[:, :keep], children, parent))
-    return levels
+def _select(
+    levels: list[Level], tokens: Tensor, anchor: Tensor, num_nodes: int
+) -> tuple[Tree, Tensor]:
+    """The best nodes of all levels together, and where they are among all nodes.
 
-
-def _ranked_children(lattice: Lattice, max_children: int) -> tuple[Tensor, Tensor]:
-    """The C best candidates of every row of transitions, as (log_probs, rows), [B*D*K, C] each.
-
-    Row (b*D + t)*K + a holds the candidates of position t after candidate a; `rows` says in which
-    row each of them finds its own successors.
+    The stable sort breaks ties by depth, then order.
     """
-    batch, depth, width = lattice.tokens.shape
-    log_probs = lattice.log_probs.nan_to_num(nan=-torch.inf, posinf=0.0, neginf=-torch.inf)
-    ranked, candidate = log_probs.clamp_(max=0).sort(dim=-1, descending=True, stable=True)
-    stop = (batch * depth + 1) * width
-    below = torch.arange(width, stop, width, device=candidate.device)
-    rows = candidate.add_(below.view(batch, depth, 1, 1))
-    return ranked.flatten(0, 2)[:, :max_children], rows.flatten(0, 2)[:, :max_children]
-
-
-def _select(levels: list[_Level], tokens: Tensor, anchor: Tensor, num_nodes: int) -> Tree:
-    """The best nodes of all levels together; the stable sort breaks ties by depth, then order."""
     log_prob, row, parent = (torch.cat(parts, 1) for parts in zip(*levels, strict=True))
     ranked, order = log_prob.sort(dim=1, descending=True, stable=True)
     best = order[:, :num_nodes]  # the root, at 0, stays first
@@ -180,4 +150,4 @@ def _select(levels: list[_Level], tokens: Tensor, anchor: Tensor, num_nodes: int
     # A node's children are one position, hence K rows, further on than the node itself.
     candidate = row.gather(1, best[:, 1:]).sub_(tokens.shape[2])
     chosen = torch.cat((anchor.unsqueeze(1), tokens.take(candidate)), 1)
-    return assemble(chosen, parent, ranked[:, :num_nodes], len(levels) - 1)
+    return assemble(chosen, parent, ranked[:, :num_nodes], len(levels) - 1), best

@@ -35,6 +35,34 @@ def filtered_probs(
         ranked, index = probs.topk(max_top_k, dim=-1)
     else:
         ranked, index = probs.sort(dim=-1, descending=True)
+    kept = _kept(ranked, top_k, top_p, min_p)
+    ranked = ranked.where(kept, 0)
+    ranked = ranked / ranked.sum(-1, keepdim=True)
+    return torch.zeros_like(probs).scatter_(-1, index, ranked)
+
+
+def filter_ranked(
+    log_probs: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> Tensor:
+    """A drafter's guess at a filtered distribution of which it sees the K best tokens only.
+
+    log_probs  [B, M, K] best first, of the whole vocabulary; returned likewise, -inf if dropped
+
+    If a candidate is dropped, so is all that ranks below it, and the kept ones hold everything. If
+    none is, they hold their share of what top-p keeps.
+    """
+    probs = log_probs.exp()
+    kept = _kept(probs, top_k, top_p, min_p)
+    held = probs.where(kept, 0).sum(-1, keepdim=True)
+    whole = torch.ones_like(held) if top_p is None else held.maximum(top_p.view(-1, 1, 1))
+    total = torch.where(kept.all(-1, keepdim=True), whole, held)
+    return (log_probs - total.log()).masked_fill(~kept, -torch.inf).clamp_(max=0)
+
+
+def _kept(
+    ranked: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> Tensor:
+    """Which of the probabilities [B, M, K], best first, the filters keep."""
     kept = ranked > 0
     if top_k is not None:
         rank = torch.arange(ranked.shape[-1], device=ranked.device)
@@ -43,6 +71,4 @@ def filtered_probs(
         kept &= ranked.cumsum(-1) - ranked <= top_p.view(-1, 1, 1)
     if min_p is not None:
         kept &= ranked >= ranked[..., :1] * min_p.view(-1, 1, 1)
-    ranked = ranked.where(kept, 0)
-    ranked = ranked / ranked.sum(-1, keepdim=True)
-    return torch.zeros_like(probs).scatter_(-1, index, ranked)
+    return kept
