@@ -10,11 +10,11 @@ import pytest
 import reference as ref
 import torch
 import torch.nn.functional as F
-from dflash2_sglang.patches import cpu_alloc, cpu_verify
 from torch import Tensor, nn
 
 from dflash2_sglang.cpu import kernels, ops, scratch, weights
 from dflash2_sglang.cpu.kv_pool import CpuKVPool
+from dflash2_sglang.patches import cpu_alloc, cpu_verify
 
 # One rounding to the dtype, relative to the largest value.
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import sglang
-from dflash2_sglang.patches import alloc_window, eagle_sample, hidden_relay, request_check
-from dflash2_sglang.patches.base import TESTED_VERSIONS, Patch, PatchError
 
 from dflash2_sglang import patches
+from dflash2_sglang.patches import alloc_window, eagle_sample, hidden_relay, request_check
+from dflash2_sglang.patches.base import TESTED_VERSIONS, Patch, PatchError
 
 ALL = patches.discover()
 SAMPLE = next(p for p in ALL if p.name == "eagle_sample")
@@ -194,7 +194,7 @@ def request(**parameters: Any) -> SimpleNamespace:
     return SimpleNamespace(
         sampling_params=SamplingParams(**parameters),
         multimodal_inputs=None,
-        return_hidden_states=False,
+        return_sampling_mask=False,
         custom_logit_processor=None,
     )
 
