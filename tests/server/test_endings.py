@@ -11,7 +11,7 @@ import pytest
 import requests
 from agree import Order, ask_all, assert_agree, both, visible
 from serving import Server, acceptance
-from tinypair import CONTEXT, EOS, decode
+from tinypair import CONTEXT, EOS, SPECIAL, decode
 from workload import TOKENS, Answers, prompts, random_ids, run
 
 PROMPTS = prompts()
@@ -78,9 +78,10 @@ def test_several_stops_at_once(
 def test_a_stop_string_after_the_end_of_the_text(plain_server: Server, tree_server: Server) -> None:
     """The end-of-text token wins where it comes first, also within one accepted path."""
     orders: list[Order] = []
-    for number in range(40):
-        prompt = random_ids(9, ("eos", number))
-        tokens = plain_server.ask(prompt, max_new_tokens=60, ignore_eos=True)["output_ids"]
+    asked = [random_ids(9, ("eos", number)) for number in range(40)]
+    free = plain_server.ask_all(asked, max_new_tokens=60, ignore_eos=True)
+    for prompt, answer in zip(asked, free, strict=True):
+        tokens = answer["output_ids"]
         if EOS not in tokens[:50]:
             continue
         end = tokens.index(EOS)
@@ -159,7 +160,7 @@ def test_sampled_answers_end_at_the_first_stop(tree_server: Server) -> None:
             assert tokens[-1] not in ends
         elif isinstance(matched, int):
             assert tokens[-1] == matched in ends
-        else:
+        elif matched not in SPECIAL[EOS]:  # SGLang's check reads the names of special tokens, too
             assert answer["text"].endswith(matched)
     assert len({kind for kind, _ in reasons(answers)}) == 2
     assert {type(matched) for _, matched in reasons(answers)} == {int, str}
@@ -181,12 +182,16 @@ def test_usage(plain_server: Server, tree_server: Server) -> None:
                     [meta[f"{kind}_tokens"] for kind in ("prompt", "completion", "cached")]
                 )
                 text = text + answer["output_ids"] + random_ids(3, (number, turn))
+        for extra in ({"extra_key": "a"}, {"cache_salt": "b"}, {"extra_key": "a"}, {}):
+            meta = server.ask(text, extra, max_new_tokens=4)["meta_info"]
+            counts.append([meta[f"{kind}_tokens"] for kind in ("prompt", "completion", "cached")])
         found.append(counts)
     plain, tree = found
     for (*ours, cached), (*theirs, expected) in zip(tree, plain, strict=True):
         assert ours == theirs
-        # A tree may have KV of an answer's last token, which plain decoding never read.
-        assert cached - expected in (0, 1)
+        # Of an answer's last token there is KV or not: with plain decoding if a step had begun
+        # before the answer was known to have ended, with DFLASH2 if the tree went on.
+        assert abs(cached - expected) <= 1
     assert any(cached for *_, cached in tree)
 
 

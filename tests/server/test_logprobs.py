@@ -61,7 +61,7 @@ def test_all_kinds_in_one_batch(plain_server: Server, tree_server: Server) -> No
             for (best, *_), (chosen, *_) in zip(
                 meta["output_top_logprobs"], meta["output_token_logprobs"], strict=True
             ):
-                assert best[0] == pytest.approx(chosen[0], abs=CLOSE)  # greedy takes the best
+                assert best[0] == pytest.approx(chosen, abs=CLOSE)  # greedy takes the best
     assert acceptance(answers) > 2
 
 
@@ -80,6 +80,14 @@ def test_all_of_the_vocabulary(plain_server: Server, tree_server: Server) -> Non
             tables = [{str(token): value for value, token, _ in row} for row in (mine, other)]
             assert len(tables[0]) == VOCAB
             assert_agree(*tables)
+
+
+def test_flat_lists(plain_server: Server, tree_server: Server) -> None:
+    flat = {"return_flat_raw_top_logprobs": True, "return_flat_raw_output_top_logprobs": True}
+    extra = {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0, **flat}
+    orders: list[Order] = [(p, {"extra": extra, "max_new_tokens": 15}) for p in PROMPTS]
+    answers = both(plain_server, tree_server, orders)
+    assert any("flat" in name for name in answers[0]["meta_info"])
 
 
 def test_at_every_ending(plain_server: Server, tree_server: Server) -> None:

@@ -120,7 +120,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"stop_regex": ["ca"], "stop_token_ids": {LETTERS[3]}},
     ),
     "a regex before a stop string": ("abc.ca", {"stop": [".c"], "stop_regex": ["ab"]}),
-    "a pattern that looks for a beginning": ("ccab", {"stop_regex": ["^ab"]}),
+    "a pattern that looks for a beginning": ("bcabc.", {"stop_regex": ["^cab"]}),
 }
 
 
