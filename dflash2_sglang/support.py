@@ -56,7 +56,6 @@ REFUSALS = (
         _set("enable_custom_logit_processor"),
         "use plain decoding for requests with custom logit processors",
     ),
-    Refusal("--enable-return-hidden-states", _set("enable_return_hidden_states"), "drop it"),
     Refusal("--speculative-adaptive", _set("speculative_adaptive"), "drop it"),
     Refusal(
         "--speculative-use-rejection-sampling",
@@ -107,8 +106,8 @@ def refuse_request(req: Any) -> str | None:
     params = req.sampling_params
     if req.multimodal_inputs is not None:
         return "DFLASH2 does not support multimodal inputs yet: send text only."
-    if req.return_hidden_states:
-        return "DFLASH2 does not support return_hidden_states yet: leave it out."
+    if req.return_sampling_mask:
+        return "DFLASH2 does not support return_sampling_mask yet: leave it out."
     penalties = {
         "frequency_penalty": params.frequency_penalty != 0,
         "presence_penalty": params.presence_penalty != 0,

@@ -24,6 +24,7 @@ import dflash2_sglang.patches as patches
 from dflash2_sglang.config_refusals import ARCHITECTURES
 from dflash2_sglang.context import ContextWriter
 from dflash2_sglang.draft import Drafting
+from dflash2_sglang.hidden import hand_over, keep_final_states
 from dflash2_sglang.model.drafter import DFlash2Drafter
 from dflash2_sglang.state import DraftState, TreeVerifyInput
 from dflash2_sglang.tree.build import Tree
@@ -61,6 +62,7 @@ class DFlash2Worker(BaseSpecWorker):
             nodes=self.nodes,
             children=self.children,
         )
+        keep_final_states(target_worker.model_runner.model)
         self.write_context = ContextWriter(bundle.draft_model, self.draft_runner)
         self.block = self.drafting.config.block_size
         self.window = max(self.nodes, self.block)
@@ -126,8 +128,9 @@ class DFlash2Worker(BaseSpecWorker):
             extend,
             sum(batch.extend_lens),
         )
-        features = self._take_features(result)
+        features = self._features(result)
         self.write_context(features, positions, batch.out_cache_loc)
+        hand_over(batch, result)
         result.next_draft_input = DraftState(result.next_token_ids.long())
         return result
 
@@ -147,6 +150,7 @@ class DFlash2Worker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         self._commit(result, prefix, slots)
+        hand_over(batch, result)
         result.next_draft_input = DraftState(result.next_draft_input.bonus_tokens.long())
         return result
 
@@ -213,16 +217,15 @@ class DFlash2Worker(BaseSpecWorker):
         """
         longest = min(self.depth + 1, self.nodes)
         size = prefix.shape[0]
-        features = self._take_features(result).view(size, self.nodes, -1)[:, :longest]
+        features = self._features(result).view(size, self.nodes, -1)[:, :longest]
         positions = prefix.unsqueeze(1) + self.node_index[:longest]
         self.write_context(
             features.flatten(0, 1), positions.flatten(), slots[:, :longest].flatten()
         )
 
-    def _take_features(self, result: GenerationBatchResult) -> torch.Tensor:
-        """The target's hidden states at the taps, [T, taps * H]; not passed on to the scheduler."""
-        output = result.logits_output
-        features, output.hidden_states = output.hidden_states, None
+    def _features(self, result: GenerationBatchResult) -> torch.Tensor:
+        """The target's hidden states at the taps, [T, taps * H]."""
+        features = result.logits_output.hidden_states
         if features is None:
             raise RuntimeError(
                 f"{type(self.target_worker.model_runner.model).__name__} captured no hidden states: "

@@ -23,6 +23,7 @@ HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN = 64, 4, 4, 2, 16, 128
 CONTEXT = 512
 EOS, MASK, PAD = 0, 1, 2
 SPECIAL = ("<eos>", "<mask>", "<pad>")
+CHAT = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}\n{% endfor %}a: "
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 {}[]\":,.-_\n!?()+*/=<>;'"
 VOCAB = len(SPECIAL) + len(CHARACTERS)
 TAPS = (0, 1, 2)
@@ -212,9 +213,11 @@ def _write_tokenizer(folder: Path) -> None:
     names = [*SPECIAL, *CHARACTERS]
     tokenizer = Tokenizer(models.BPE(vocab={n: i for i, n in enumerate(names)}, merges=[]))
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
+    whole = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<eos>", mask_token="<mask>", pad_token="<pad>"
-    ).save_pretrained(folder)
+    )
+    whole.chat_template = CHAT
+    whole.save_pretrained(folder)
 
 
 def encode(text: str) -> list[int]:

@@ -27,9 +27,11 @@ def preload() -> None:
 def read_environment() -> None:
     """Again, for what SGLang reads while it is imported."""
     from sglang.srt.environ import envs
+    from sglang.srt.layers import sampler
     from sglang.srt.managers import scheduler
 
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
+    sampler.SGLANG_RETURN_ORIGINAL_LOGPROB = envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get()
     scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
 
 

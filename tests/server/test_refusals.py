@@ -109,7 +109,6 @@ ASKED = {
     "--enable-mixed-chunk": "--enable-mixed-chunk",
     "--enable-watermark": "--enable-watermark",
     "--enable-custom-logit-processor": "--enable-custom-logit-processor",
-    "--enable-return-hidden-states": "--enable-return-hidden-states",
     "--speculative-use-rejection-sampling": "--speculative-use-rejection-sampling",
     "--speculative-draft-window-size": "--speculative-draft-window-size 64",
     "--speculative-dflash-block-size": "--speculative-dflash-block-size 8",

@@ -194,7 +194,7 @@ def request(**parameters: Any) -> SimpleNamespace:
     return SimpleNamespace(
         sampling_params=SamplingParams(**parameters),
         multimodal_inputs=None,
-        return_hidden_states=False,
+        return_sampling_mask=False,
         custom_logit_processor=None,
     )
 

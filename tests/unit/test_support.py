@@ -119,7 +119,7 @@ def request(extra: dict[str, Any] | None = None, **parameters: Any) -> SimpleNam
 
     fields = {
         "multimodal_inputs": None,
-        "return_hidden_states": False,
+        "return_sampling_mask": False,
         "custom_logit_processor": None,
     }
     return SimpleNamespace(
@@ -172,7 +172,7 @@ def test_penalties(parameters: dict[str, Any]) -> None:
     ("extra", "name"),
     [
         ({"multimodal_inputs": object()}, "multimodal"),
-        ({"return_hidden_states": True}, "return_hidden_states"),
+        ({"return_sampling_mask": True}, "return_sampling_mask"),
         ({"custom_logit_processor": "pickled"}, "custom_logit_processor"),
     ],
 )
