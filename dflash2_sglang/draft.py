@@ -46,10 +46,12 @@ class Drafting:
             return None
         return self.drafter.transform_unary
 
-    def __call__(self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor) -> Tree:
+    def __call__(
+        self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[Tree, Lattice]:
         """anchor [B] int64; slots [B, >= G] int64, the requests' KV slots from seq_lens on."""
-        hidden = self._block(batch, anchor, slots)
-        return build_tree(self._lattice(batch, anchor, hidden), anchor, self.nodes, self.children)
+        lattice = self._lattice(batch, anchor, self._block(batch, anchor, slots))
+        return build_tree(lattice, anchor, self.nodes, self.children), lattice
 
     def _block(self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Hidden states of the D mask positions that are used, [B, D, H]."""
