@@ -48,19 +48,18 @@ class Drafting:
             return None
         return self.drafter.transform_unary
 
-    def __call__(self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor) -> Tree:
+    def __call__(
+        self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[Tree, Lattice]:
         """anchor [B] int64; slots [B, >= G] int64, the requests' KV slots from seq_lens on."""
-        hidden = self._block(batch, anchor, slots)
-        lattice = self._lattice(batch, anchor, hidden)
-        draws = self._draws(batch.sampling_info, anchor.shape[0], anchor.device)
-        return build_tree(lattice, anchor, self.nodes, self.children, draws)
+        lattice = self._lattice(batch, anchor, self._block(batch, anchor, slots))
+        draws = self._draws(batch, anchor.shape[0], anchor.device)
+        return build_tree(lattice, anchor, self.nodes, self.children, draws), lattice
 
-    def _draws(self, info: Any, size: int, device: Any) -> Draws | None:
-        """Coins for random children; None where no request can use one.
-
-        With a seed the target's own draw is fixed, and no random child can follow it.
-        """
-        if info.is_all_greedy or info.sampling_seed is not None:
+    def _draws(self, batch: Any, size: int, device: Any) -> Draws | None:
+        """Coins for random children; None where no request can use one."""
+        info = batch.sampling_info
+        if info.is_all_greedy:
             return None
         coins = torch.rand(size, self.depth, self.nodes - 1, device=device)
         group = get_parallel().tp_group

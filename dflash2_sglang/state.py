@@ -58,9 +58,13 @@ class DraftState(SpecInput):
 
 @dataclass
 class TreeVerifyInput(EagleVerifyInput):
-    """A tree as SGLang's verifier takes it, plus the tree itself for mask and acceptance."""
+    """A tree as SGLang's verifier takes it, plus the tree itself for mask and acceptance.
+
+    grammar_mask  SGLang's GrammarMask of all B * N nodes, or None
+    """
 
     tree: Tree = None  # type: ignore[assignment]
+    grammar_mask: Any = None
 
     @property
     def tree_mask(self) -> torch.Tensor:

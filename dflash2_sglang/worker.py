@@ -24,6 +24,7 @@ import dflash2_sglang.patches as patches
 from dflash2_sglang.config_refusals import ARCHITECTURES
 from dflash2_sglang.context import ContextWriter
 from dflash2_sglang.draft import Drafting
+from dflash2_sglang.grammar.constrain import Constraint, masked
 from dflash2_sglang.hidden import hand_over, keep_final_states
 from dflash2_sglang.model.drafter import DFlash2Drafter
 from dflash2_sglang.state import DraftState, TreeVerifyInput
@@ -63,6 +64,7 @@ class DFlash2Worker(BaseSpecWorker):
             children=self.children,
         )
         keep_final_states(target_worker.model_runner.model)
+        self.constraint = Constraint(self.children)
         self.write_context = ContextWriter(bundle.draft_model, self.draft_runner)
         self.block = self.drafting.config.block_size
         self.window = max(self.nodes, self.block)
@@ -144,9 +146,14 @@ class DFlash2Worker(BaseSpecWorker):
             draft_token_num=self.window,
             device=self.device,
         ).view(-1, self.window)  # [B, W]
-        tree = self.drafting(batch, anchor, slots)
+        tree, lattice = self.drafting(batch, anchor, slots)
+        mask = None
+        if batch.has_grammar:
+            tree, mask = self.constraint(batch, tree, lattice, grammar_barrier)
         batch.spec_info = self._verify_input(tree, prefix, slots)
-        result = self._verify(batch, grammar_barrier)
+        batch.spec_info.grammar_mask = mask
+        with masked(batch):
+            result = self._verify(batch)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         self._commit(result, prefix, slots)
@@ -190,7 +197,7 @@ class DFlash2Worker(BaseSpecWorker):
         ]
         return torch.cat(rows)
 
-    def _verify(self, batch: Any, grammar_barrier: Any) -> GenerationBatchResult:
+    def _verify(self, batch: Any) -> GenerationBatchResult:
         """Target pass over the tree, acceptance (see ``acceptance.py``), accepted KV to the front."""
         return run_eagle_verify(
             batch,
@@ -204,7 +211,6 @@ class DFlash2Worker(BaseSpecWorker):
             device=self.device,
             metadata_ready_pre_pad=False,
             finalize_tree_path=True,
-            grammar_barrier=grammar_barrier,
         )
 
     def _commit(

@@ -15,10 +15,9 @@ def eagle_sample(original: Callable[..., Any], verify_input: Any, *args: Any, **
         return original(verify_input, *args, **kw)
     from dflash2_sglang.acceptance import accept_tree
 
-    kw.pop("uno_target_max_top_k", None)
-    kw.pop("watermark_state", None)
-    kw.pop("watermark_full_mask", None)
-    return accept_tree(verify_input, *args, **kw)
+    batch, logits_output, *_ = args
+    # SGLang was told of no grammar: the mask came with the tree, see grammar/constrain.py.
+    return accept_tree(verify_input, batch, logits_output, verify_input.grammar_mask)
 
 
 PATCHES = (

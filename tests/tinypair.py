@@ -207,12 +207,14 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = [*SPECIAL, *CHARACTERS]
+    # Spelt in bytes, as llguidance wants it: these two are not printable.
+    names = [*SPECIAL, *({" ": "Ġ", "\n": "Ċ"}.get(c, c) for c in CHARACTERS)]
     tokenizer = Tokenizer(models.BPE(vocab={n: i for i, n in enumerate(names)}, merges=[]))
-    tokenizer.decoder = decoders.Fuse()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     whole = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<eos>", mask_token="<mask>", pad_token="<pad>"
     )

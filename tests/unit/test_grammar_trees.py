@@ -1,0 +1,384 @@
+"""Trees under a grammar: against plain search, and with the grammars of every backend."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinypair import EOS, VOCAB, Pairs, encode
+
+from dflash2_sglang.grammar.constrain import Constraint, masked, replace_rows
+from dflash2_sglang.grammar.legal import Legal
+from dflash2_sglang.grammar.search import LEAST, Block, Growth, grow
+from dflash2_sglang.tree.build import Tree, ancestor_mask, build_tree, capacity
+from dflash2_sglang.tree.lattice import Lattice
+
+torch.set_num_threads(1)
+Path_ = tuple[int, ...]
+WORDS = 70
+
+
+def packed(allowed: set[int], width: int, noise: int = 0) -> np.ndarray:
+    """A row of an int32 mask, whose bits from ``width`` on are ``noise``."""
+    bits = np.full(-(-width // 32) * 32, noise, np.uint8)
+    bits[:width] = 0
+    bits[sorted(allowed)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+# --- One row of a mask ---
+
+
+@given(st.integers(1, 100), st.data())
+def test_both_kinds_of_mask_tell_the_same(width: int, data: st.DataObject) -> None:
+    allowed = data.draw(st.sets(st.integers(0, width - 1)))
+    forbidden = np.array([token not in allowed for token in range(width)])
+    tokens = np.array([*range(width), -1, width, width + 31, 100_000])
+    for noise in (0, 1):
+        for row in (packed(allowed, width, noise), forbidden):
+            legal = Legal(row, width)
+            assert legal.count == len(allowed)
+            assert legal.list() == sorted(allowed)
+            assert [int(t) for t in tokens[legal.allows(tokens)]] == sorted(allowed)
+
+
+def test_a_mask_wider_or_narrower_than_the_vocabulary() -> None:
+    row = packed({0, 31, 32, 63}, 64)
+    assert Legal(row, 33).list() == [0, 31, 32]
+    assert Legal(row, 33).count == 3
+    assert Legal(row, 1000).list() == [0, 31, 32, 63]
+    assert not Legal(row, 1000).allows(np.array([64, 999])).any()
+
+
+# --- The search, under grammars that are drawn by lot ---
+
+
+class Lots:
+    """A grammar without sense: what is allowed after a path is a matter of its hash."""
+
+    def __init__(self, seed: int, tokens: np.ndarray, freedom: float) -> None:
+        self.seed, self.tokens, self.freedom = seed, tokens, freedom
+        self.entered: list[tuple[Path_, int]] = []
+
+    @functools.cache  # noqa: B019
+    def allowed(self, path: Path_) -> frozenset[int] | None:
+        dice = random.Random(f"{self.seed} {path}")
+        if path and dice.random() < 0.1:
+            return None
+        if dice.random() < 0.3:
+            few = dice.sample(range(WORDS), dice.randint(1, 3))  # mostly not in the lattice
+            return frozenset(few)
+        return frozenset(t for t in range(WORDS) if dice.random() < self.freedom)
+
+    def enter(self, path: Path_, node: int) -> Legal | None:
+        self.entered.append((path, node))
+        allowed = self.allowed(path)
+        return None if allowed is None else Legal(packed(set(allowed), WORDS, 1), WORDS)
+
+
+class Case(SimpleNamespace):
+    block: Block
+    grammar: Lots
+    nodes: int
+    children: int
+    stops: frozenset[int]
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    depth, width = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    children = draw(st.integers(1, width))
+    nodes = draw(st.integers(2, min(capacity(depth, children), 24)))
+    dice = np.random.default_rng(draw(st.integers(0, 2**20)))
+    tokens = np.stack([dice.permutation(WORDS)[:width] for _ in range(depth)])
+    share = dice.dirichlet(np.full(width, 0.5), (depth, width)) * dice.uniform(
+        0.2, 1, (depth, 1, 1)
+    )
+    share[0] = share[0, 0]
+    if draw(st.booleans()):
+        share[dice.random(share.shape) < 0.2] = 0
+    freedom = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+    return Case(
+        block=Block(tokens.astype(np.int64), share),
+        grammar=Lots(draw(st.integers(0, 2**20)), tokens, freedom),
+        nodes=nodes,
+        children=children,
+        stops=frozenset(dice.permutation(WORDS)[: draw(st.sampled_from([0, 5]))].tolist()),
+    )
+
+
+def run(case: Case) -> Growth:
+    return grow(case.block, case.grammar.enter, case.stops, case.nodes, case.children)
+
+
+def real(growth: Growth) -> list[int]:
+    return [i for i, node in enumerate(growth.nodes) if node.log_prob > -math.inf]
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_the_tree_is_a_tree_of_exactly_so_many_nodes(case: Case) -> None:
+    growth = run(case)
+    assert len(growth.nodes) == len(growth.legal) == case.nodes
+    assert growth.nodes[0].parent == -1 and growth.nodes[0].path == ()
+    children: dict[int, list[int]] = {}
+    for index, node in enumerate(growth.nodes[1:], 1):
+        assert 0 <= node.parent < index
+        assert node.path[:-1] == growth.nodes[node.parent].path
+        assert len(node.path) <= case.block.tokens.shape[0]
+        assert 0 <= node.path[-1] < WORDS
+        children.setdefault(node.parent, []).append(node.path[-1])
+    for siblings in children.values():
+        assert len(siblings) == len(set(siblings)) <= case.children
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_every_node_is_allowed_or_can_never_be_accepted(case: Case) -> None:
+    growth, allowed = run(case), case.grammar.allowed
+    kept = real(growth)
+    assert kept == list(range(len(kept)))  # padding comes last
+    assert case.grammar.entered == [(growth.nodes[i].path, i) for i in kept]  # one mask each
+    for index, node in enumerate(growth.nodes[1:], 1):
+        before = allowed(node.path[:-1])
+        if index in kept:
+            assert before is not None and node.path[-1] in before
+        elif node.parent in kept:
+            # Forbidden, or after the grammar's end, where all is dropped.
+            assert before is None or node.path[-1] not in before
+
+
+def children_of(case: Case, path: Path_, candidate: int) -> list[tuple[float, int, int]]:
+    """Slow and plain: (share, token, candidate) of what may follow a path, best first."""
+    depth, allowed = len(path), case.grammar.allowed(path)
+    if allowed is None or depth == len(case.block.tokens):
+        return []
+    tokens = case.block.tokens[depth].tolist()
+    probs = case.block.probs[depth]
+    row = (probs[candidate] if candidate >= 0 else probs.mean(0)).tolist()
+    rest = max(1 - sum(row), LEAST) / (WORDS - len(tokens))
+    weight = {t: max(row[tokens.index(t)], LEAST**2) if t in tokens else rest for t in allowed}
+    few = len(allowed) <= case.children
+    found = [
+        (weight[t] / sum(weight.values()), t, tokens.index(t) if t in tokens else -1)
+        for t in allowed
+        if few or t in tokens
+    ]
+    return sorted(found, key=lambda entry: (-entry[0], entry[2]))[: case.children]
+
+
+def everything(case: Case, path: Path_ = (), candidate: int = 0) -> list[float]:
+    """Log-probability of every path below one, paths after a stop token left out."""
+    out = []
+    for share, token, place in children_of(case, path, candidate):
+        start = math.log(share)
+        out.append(start)
+        if token not in case.stops:
+            out += [start + below for below in everything(case, (*path, token), place)]
+    return out
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_the_best_survive(case: Case) -> None:
+    growth = run(case)
+    found = sorted((growth.nodes[i].log_prob for i in real(growth)[1:]), reverse=True)
+    before_stops = [log for log in found if log > -5000]
+    want = sorted(everything(case), reverse=True)[: case.nodes - 1]
+    assert len(before_stops) == len(want)
+    np.testing.assert_allclose(before_stops, want, atol=1e-6)
+    logs = [growth.nodes[i].log_prob for i in real(growth)]
+    assert logs == sorted(logs, reverse=True)
+
+
+def test_a_token_without_alternative_is_certain() -> None:
+    """Also one that the drafter never thought of; what follows it is then judged by the average."""
+    forced: dict[Path_, set[int]] = {(): {60}, (60,): {1, 2}, (60, 1): {61}}
+    tokens = np.array([[0, 1], [1, 2], [3, 4]])
+    probs = np.array([[[0.6, 0.3]] * 2, [[0.2, 0.1], [0.6, 0.3]], [[0.5, 0.5]] * 2])
+
+    def enter(path: Path_, node: int) -> Legal | None:
+        return Legal(packed(forced.get(path, {65}), WORDS), WORDS)
+
+    growth = grow(Block(tokens, probs), enter, frozenset(), 4, 2)
+    paths = [node.path for node in growth.nodes]
+    assert paths == [(), (60,), (60, 1), (60, 1, 61)]
+    logs = [node.log_prob for node in growth.nodes]
+    np.testing.assert_allclose(np.exp(logs), [1, 1, 2 / 3, 2 / 3], atol=1e-6)
+
+
+# --- Into the batch's trees ---
+
+
+def lattice_of(size: int, depth: int, width: int, seed: int) -> Lattice:
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.stack([torch.randperm(VOCAB, generator=g)[:width] for _ in range(size * depth)])
+    logs = torch.randn(size, depth, width, width, generator=g).log_softmax(-1) - 0.1
+    logs[:, 0] = logs[:, 0, :1]
+    return Lattice(tokens.view(size, depth, width), logs)
+
+
+def test_other_rows_keep_their_trees() -> None:
+    lattice = lattice_of(3, 3, 5, 0)
+    tree = build_tree(lattice, torch.tensor([7, 8, 9]), 9, 3)
+    block = Block.from_logs(lattice.tokens[1].numpy(), lattice.log_probs[1].numpy())
+    free = np.full(3, -1, np.int32)
+    growth = grow(block, lambda path, node: Legal(free, VOCAB), frozenset(), 9, 3)
+    new = replace_rows(tree, [1], [growth], 3)
+    for before, after in zip(tree, new, strict=True):
+        assert torch.equal(before[[0, 2]], after[[0, 2]])
+    assert new.tokens[1].tolist() == [8, *(n.path[-1] for n in growth.nodes[1:])]
+    assert new.parent[1].tolist() == [n.parent for n in growth.nodes]
+    assert torch.equal(new.mask, ancestor_mask(new.parent, 3))
+    # Where nothing is forbidden, it is the same tree up to the share of the other tokens.
+    assert set(paths_of(new, 1)) == set(paths_of(tree, 1))
+
+
+def paths_of(tree: Tree, row: int) -> list[Path_]:
+    paths: list[Path_] = [()]
+    pairs = zip(tree.tokens[row].tolist(), tree.parent[row].tolist(), strict=True)
+    for token, parent in [*pairs][1:]:
+        paths.append((*paths[parent], token))
+    return paths
+
+
+# --- The backends' own grammars ---
+
+
+@functools.cache
+def _backend(name: str, target: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    if name == "xgrammar":
+        from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+
+        return XGrammarGrammarBackend(tokenizer, VOCAB, model_eos_token_ids=[EOS])
+    if name == "llguidance":
+        from sglang.srt.constrained.llguidance_backend import GuidanceBackend
+
+        return GuidanceBackend(tokenizer, n_vocab=VOCAB, eos_token_ids=[EOS])
+    from sglang.srt.constrained.outlines_backend import OutlinesGrammarBackend
+
+    return OutlinesGrammarBackend(tokenizer, None)
+
+
+BACKENDS = ("xgrammar", "llguidance", "outlines")
+REGEXES = ("[a-z]{5}", "(ab|ba)+[0-9]{2}x?", "yes|no, [a-z]+", "a*")
+
+
+def reasoning(grammar: Any) -> Any:
+    """The grammar, applied once "!" has been said."""
+    from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
+
+    wrapped = ReasonerGrammarObject(grammar, encode("!"))
+    wrapped.maybe_init_reasoning(True)
+    return wrapped
+
+
+def request(grammar: Any) -> SimpleNamespace:
+    params = SimpleNamespace(ignore_eos=False, stop_token_ids=None)
+    return SimpleNamespace(
+        grammar=grammar, sampling_params=params, eos_token_ids={EOS}, tokenizer=None
+    )
+
+
+def batch_of(*grammars: Any) -> SimpleNamespace:
+    info = SimpleNamespace(vocab_size=VOCAB, grammar_mask="left over")
+    return SimpleNamespace(
+        reqs=[request(g) for g in grammars], sampling_info=info, has_grammar=True
+    )
+
+
+def root_mask(grammar: Any) -> list[int]:
+    mask = grammar.allocate_vocab_mask(VOCAB, 1, "cpu")
+    grammar.fill_vocab_mask(mask, 0)
+    return Legal(mask.numpy()[0], VOCAB).list()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_walks_leave_a_grammar_as_they_found_it(name: str, pairs: Pairs) -> None:
+    """Round after round on random lattices, the grammar advanced along one of its own paths."""
+    backend, dice = _backend(name, pairs.target()), random.Random(4)
+    constraint = Constraint(4)
+    for number, regex in enumerate(REGEXES):
+        for wrap in (lambda grammar: grammar, reasoning):
+            grammar, shadow = (wrap(backend.dispatch_regex(regex)) for _ in range(2))
+            for round_number in range(6):
+                if grammar.is_terminated():
+                    break
+                lattice = lattice_of(2, 4, 16, 100 * number + round_number)
+                tree = build_tree(lattice, torch.zeros(2, dtype=torch.int64), 12, 4)
+                calls: list[int] = []
+                batch = batch_of(None, grammar)
+                tree, mask = constraint(batch, tree, lattice, lambda c=calls: c.append(1))
+                assert calls == [1] and batch.sampling_info.grammar_mask is None
+                assert root_mask(grammar) == root_mask(shadow)
+                paths = check_rows(tree, mask, shadow)
+                for token in dice.choice(paths):
+                    grammar.accept_token(token)
+                    shadow.accept_token(token)
+
+
+def check_rows(tree: Tree, mask: Any, shadow: Any) -> list[Path_]:
+    """Masks as a fresh walk of ``shadow`` has them; the paths of row 1 that the grammar allows."""
+    from dflash2_sglang.grammar.cursor import cursor
+
+    rows = mask.vocab_mask.numpy()
+    nodes = tree.tokens.shape[1]
+    assert Legal(rows[0], VOCAB).count == VOCAB  # row 0 has no grammar
+    legal: dict[Path_, list[int]] = {}  # after every path that the grammar allows
+    walk = cursor(shadow)
+    for index, path in enumerate(paths_of(tree, 1)):
+        if path and path[-1] not in legal.get(path[:-1], ()):
+            assert tree.log_prob[1, index] == -math.inf
+            continue
+        state = walk.at(path)
+        legal[path] = [] if state.is_terminated() else root_mask(state)
+        if legal[path]:
+            assert Legal(rows[nodes + index], VOCAB).list() == legal[path]
+    walk.close()
+    return [*legal]
+
+
+@pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
+def test_masks_are_those_of_sglang(name: str, pairs: Pairs) -> None:
+    """Its own walk over the same tree, in the backends that it can walk."""
+    from sglang.srt.speculative.spec_utils import generate_token_bitmask
+
+    backend = _backend(name, pairs.target())
+    for regex in REGEXES:
+        lattice = lattice_of(1, 4, 16, 9)
+        tree = build_tree(lattice, torch.zeros(1, dtype=torch.int64), 14, 4)
+        batch = batch_of(backend.dispatch_regex(regex))
+        tree, mask = Constraint(4)(batch, tree, lattice, None)
+        links = (tree.first_child, tree.next_sibling, tree.tokens)
+        theirs, _ = generate_token_bitmask(batch.reqs, *links, VOCAB)
+        assert mask is not None and torch.equal(mask.vocab_mask, theirs)
+
+
+def test_ended_and_absent_grammars_need_no_mask(pairs: Pairs) -> None:
+    grammar = _backend("xgrammar", pairs.target()).dispatch_regex("a")
+    for token in (*encode("a"), EOS):
+        grammar.accept_token(token)
+    lattice = lattice_of(2, 3, 5, 1)
+    tree = build_tree(lattice, torch.zeros(2, dtype=torch.int64), 6, 3)
+    same, mask = Constraint(3)(batch_of(grammar, None), tree, lattice, None)
+    assert same is tree and mask is None
+
+
+def test_sglang_is_told_of_no_grammar_only_while_it_verifies() -> None:
+    batch = SimpleNamespace(has_grammar=True)
+    with pytest.raises(ZeroDivisionError), masked(batch):
+        assert batch.has_grammar is False
+        raise ZeroDivisionError
+    assert batch.has_grammar is True
