@@ -58,9 +58,13 @@ class DraftState(SpecInput):
 
 @dataclass
 class TreeVerifyInput(EagleVerifyInput):
-    """A tree as SGLang's verifier takes it, plus the tree itself for mask and acceptance."""
+    """A tree as SGLang's verifier takes it, plus the tree itself for mask and acceptance.
+
+    parameters  what the requests ask beyond the filters, see ``RequestParameters``
+    """
 
     tree: Tree = None  # type: ignore[assignment]
+    parameters: Any = None
 
     @property
     def tree_mask(self) -> torch.Tensor:

@@ -25,6 +25,7 @@ from dflash2_sglang.config_refusals import ARCHITECTURES
 from dflash2_sglang.context import ContextWriter
 from dflash2_sglang.draft import Drafting
 from dflash2_sglang.model.drafter import DFlash2Drafter
+from dflash2_sglang.parameters import RequestParameters
 from dflash2_sglang.state import DraftState, TreeVerifyInput
 from dflash2_sglang.tree.build import Tree
 
@@ -62,6 +63,8 @@ class DFlash2Worker(BaseSpecWorker):
             children=self.children,
         )
         self.write_context = ContextWriter(bundle.draft_model, self.draft_runner)
+        slots = self.draft_runner.req_to_token_pool.req_to_token.shape[0]
+        self.parameters = RequestParameters(slots, self.device)
         self.block = self.drafting.config.block_size
         self.window = max(self.nodes, self.block)
         self.plan_stream, self.plan_stream_ctx = get_plan_stream(self.device)
@@ -108,9 +111,11 @@ class DFlash2Worker(BaseSpecWorker):
 
     def _prefill(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
         """The target reads the prompt; the drafter gets its KV before the radix cache may keep it."""
+        self.parameters.before_prefill(batch)
         result = self.target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL
         )
+        self.parameters.after_prefill(batch, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(result.new_seq_lens)
@@ -157,6 +162,7 @@ class DFlash2Worker(BaseSpecWorker):
         first = torch.arange(0, size * nodes, nodes, device=self.device)
         return TreeVerifyInput(
             tree=tree,
+            parameters=self.parameters,
             draft_token=tree.tokens.flatten(),
             custom_mask=self._full_mask(tree, prefix),
             positions=(prefix.unsqueeze(1) + tree.depth).flatten(),

@@ -69,8 +69,8 @@ def write_target(
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     save_file(_target_weights(architecture, vocab, contextual, seed), folder / "model.safetensors")
-    if vocab == VOCAB:
-        _write_tokenizer(folder)
+    if vocab <= VOCAB:
+        _write_tokenizer(folder, vocab)
     return folder
 
 
@@ -205,11 +205,11 @@ def _rms(x: Tensor) -> Tensor:
     return x * x.square().mean(-1, keepdim=True).rsqrt()
 
 
-def _write_tokenizer(folder: Path) -> None:
+def _write_tokenizer(folder: Path, vocab: int) -> None:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    names = [*SPECIAL, *CHARACTERS]
+    names = [*SPECIAL, *CHARACTERS][:vocab]
     tokenizer = Tokenizer(models.BPE(vocab={n: i for i, n in enumerate(names)}, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(
