@@ -16,15 +16,17 @@ from dflash2_sglang.processors import Answers
 
 
 class RequestParameters:
-    """slots: request slots of the server. Batches that use no parameter cost a look at the host's list."""
+    """Batches that use no parameter cost a look at the host's list of requests."""
 
-    def __init__(self, slots: int, device: Any) -> None:
-        self.penalties = Penalties(slots, device)
+    def __init__(self, device: Any) -> None:
+        self.penalties = Penalties(device)
         self.answers = Answers()
 
     def before_prefill(self, batch: Any) -> None:
         info = batch.sampling_info
-        self.penalties.reset(batch.reqs, batch.req_pool_indices_cpu.tolist(), info.vocab_size)
+        capacity = batch.req_to_token_pool.req_to_token.shape[0]
+        slots = batch.req_pool_indices_cpu.tolist()
+        self.penalties.reset(batch.reqs, slots, info.vocab_size, capacity)
         if self.penalties.applies(info):
             self.penalties.before_prefill(info, batch.req_pool_indices)
         if not info.is_all_greedy:

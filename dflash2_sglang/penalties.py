@@ -62,8 +62,8 @@ class Penalties:
     use, and hold -inf at the tokens that ``min_new_tokens`` forbids.
     """
 
-    def __init__(self, slots: int, device: Any) -> None:
-        self.slots, self.device = slots, device
+    def __init__(self, device: Any) -> None:
+        self.device = device
         self.vocab = 0
         self._used: set[int] = set()  # slots whose parameters are not neutral
         self._minimums: set[int] = set()  # of these, the ones with min_new_tokens
@@ -72,9 +72,10 @@ class Penalties:
     def applies(info: Any) -> bool:
         return info.acc_additive_penalties is not None
 
-    def reset(self, reqs: Sequence[Any], slots: Sequence[int], vocab: int) -> None:
+    def reset(self, reqs: Sequence[Any], slots: Sequence[int], vocab: int, capacity: int) -> None:
         """Before a prefill: the slots hold these requests from now on, with what they have answered.
 
+        The server has ``capacity`` slots, numbered from 0, and a vocabulary of ``vocab`` words.
         A request that comes back after a retraction has an answer already; one whose prompt comes in
         chunks is reset with each chunk, and so loses the token that was sampled after it.
         """
@@ -86,7 +87,7 @@ class Penalties:
         if not rows:
             return
         if not self.vocab:
-            self._allocate(vocab)
+            self._allocate(vocab, capacity)
         for slot, req in rows:
             self._note(slot, req.sampling_params)
         index = self._tensor([slot for slot, _ in rows], torch.int64)
@@ -164,15 +165,15 @@ class Penalties:
         ):
             (slots.add if member else slots.discard)(slot)
 
-    def _allocate(self, vocab: int) -> None:
+    def _allocate(self, vocab: int, capacity: int) -> None:
         # Column V swallows the padding of shorter paths.
         self.vocab = vocab
-        shape = (self.slots, vocab + 1)
+        shape = (capacity, vocab + 1)
         self.frequency = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        self.length = torch.zeros(self.slots, dtype=torch.int64, device=self.device)
+        self.length = torch.zeros(capacity, dtype=torch.int64, device=self.device)
         self.parameters = {
-            name: torch.full((self.slots,), value, dtype=DTYPES[type(value)], device=self.device)
+            name: torch.full((capacity,), value, dtype=DTYPES[type(value)], device=self.device)
             for name, value in NEUTRAL.items()
         }
 

@@ -63,8 +63,7 @@ class DFlash2Worker(BaseSpecWorker):
             children=self.children,
         )
         self.write_context = ContextWriter(bundle.draft_model, self.draft_runner)
-        slots = self.draft_runner.req_to_token_pool.req_to_token.shape[0]
-        self.parameters = RequestParameters(slots, self.device)
+        self.parameters = RequestParameters(self.device)
         self.block = self.drafting.config.block_size
         self.window = max(self.nodes, self.block)
         self.plan_stream, self.plan_stream_ctx = get_plan_stream(self.device)

@@ -82,10 +82,10 @@ def cases(draw: Any) -> Case:
 
 def committed(case: Case, prefilled: list[int]) -> Penalties:
     """The state after each request came with so many tokens and got the others in rounds."""
-    state = Penalties(SLOTS, "cpu")
+    state = Penalties("cpu")
     for req, count in zip(case.reqs, prefilled, strict=True):
         req.output_ids = req.output_ids[:count]
-    state.reset(case.reqs, case.slots.tolist(), case.vocab)
+    state.reset(case.reqs, case.slots.tolist(), case.vocab, SLOTS)
     left = [req.answer[count:] for req, count in zip(case.reqs, prefilled, strict=True)]
     if state.vocab == 0:
         return state
@@ -117,8 +117,8 @@ def test_each_node_is_penalised_after_its_path(case: Case, data: Any) -> None:
 @settings(max_examples=100, deadline=None)
 def test_prefill_after_a_retraction(case: Case) -> None:
     """SGLang's sampler gets what its penalizers would hold, had they seen the answer."""
-    state, info = Penalties(SLOTS, "cpu"), case.info()
-    state.reset(case.reqs, case.slots.tolist(), case.vocab)
+    state, info = Penalties("cpu"), case.info()
+    state.reset(case.reqs, case.slots.tolist(), case.vocab, SLOTS)
     if not state.applies(info):
         return
     state.before_prefill(info, case.slots)
@@ -135,13 +135,13 @@ def test_prefill_after_a_retraction(case: Case) -> None:
 @settings(max_examples=50, deadline=None)
 def test_a_slot_that_is_used_again(case: Case) -> None:
     """Whoever had the slot before leaves nothing behind, a request without penalties included."""
-    state = Penalties(SLOTS, "cpu")
+    state = Penalties("cpu")
     strong = {"repetition_penalty": 1.9, "frequency_penalty": 1.3, "min_new_tokens": 40}
     before = [Request("old", strong, [1], [0, 1, 2]) for _ in range(SLOTS)]
     everywhere = torch.arange(SLOTS)
-    state.reset(before, everywhere.tolist(), case.vocab)
+    state.reset(before, everywhere.tolist(), case.vocab, SLOTS)
     state.add(everywhere, torch.tensor([[1, 2]] * SLOTS))
-    state.reset(case.reqs, case.slots.tolist(), case.vocab)
+    state.reset(case.reqs, case.slots.tolist(), case.vocab, SLOTS)
     info = case.info()
     if not state.applies(info):  # alone they would not be looked at: put a penalised one beside
         info.acc_additive_penalties = torch.zeros(len(case.reqs), case.vocab)
@@ -154,19 +154,19 @@ def test_a_slot_that_is_used_again(case: Case) -> None:
 def test_chunks_of_a_prompt_count_once() -> None:
     """The token after each chunk but the last is thrown away."""
     req = Request("a", {"frequency_penalty": 0.5}, [1] * 9)
-    state, slots = Penalties(SLOTS, "cpu"), torch.tensor([3])
+    state, slots = Penalties("cpu"), torch.tensor([3])
     for token in (2, 2, 4):
-        state.reset([req], [3], 6)
+        state.reset([req], [3], 6, SLOTS)
         state.add(slots, torch.tensor([[token]]))
     assert state.frequency[3, :6].tolist() == [0, 0, 0, 0, 0.5, 0]
     assert state.length[3] == 1
 
 
 def test_nothing_is_kept_until_a_penalty_is_asked_for() -> None:
-    state = Penalties(SLOTS, "cpu")
-    state.reset([Request("a", {"temperature": 0.5, "top_k": 3}, [1], [4, 4])], [2], 1000)
+    state = Penalties("cpu")
+    state.reset([Request("a", {"temperature": 0.5, "top_k": 3}, [1], [4, 4])], [2], 1000, SLOTS)
     assert not hasattr(state, "frequency")
-    state.reset([Request("b", {"presence_penalty": 0.5}, [1], [4])], [2], 1000)
+    state.reset([Request("b", {"presence_penalty": 0.5}, [1], [4])], [2], 1000, SLOTS)
     assert state.frequency.shape == (SLOTS, 1001)
 
 

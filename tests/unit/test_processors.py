@@ -248,8 +248,8 @@ def test_order_of_all_parameters(number: int) -> None:
     info.logit_bias = torch.randn(3, VOCAB, generator=g)
     logits = torch.randn(18, VOCAB, generator=g)
     forbidden = torch.rand(18, VOCAB, generator=g) < 0.3
-    parameters = RequestParameters(4, "cpu")
-    parameters.penalties.reset(reqs, [2, 0, 1], VOCAB)
+    parameters = RequestParameters("cpu")
+    parameters.penalties.reset(reqs, [2, 0, 1], VOCAB, 4)
     verify = SimpleNamespace(tree=tree, draft_token_num=6, max_tree_depth=6)
     scheduled = SimpleNamespace(
         reqs=reqs, sampling_info=info, req_pool_indices=torch.tensor([2, 0, 1])
