@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
+from dflash2_sglang import seeds
 from dflash2_sglang.candidates import first_argmax
+from dflash2_sglang.penalties import to_device
 from dflash2_sglang.state import TreeVerifyInput
 from dflash2_sglang.tree import accept
 from dflash2_sglang.tree.filters import filtered_probs
@@ -24,18 +26,16 @@ def accept_tree(
         accept_index  [B, P] int32, their places among the B * N nodes, then -1
     """
     logits, info = logits_output.next_token_logits, batch.sampling_info
+    verify.parameters.adjust(logits, verify, batch, grammar_mask)
     sanitize_nan_logits(logits, "verify: target model logits")
-    if info.logit_bias is not None:
-        logits.add_(info.logit_bias.repeat_interleave(verify.draft_token_num, 0))
-    if grammar_mask is not None:
-        grammar_mask.apply(logits)
     tree, depth = verify.tree, verify.max_tree_depth - 1
     best = first_argmax(logits).view(tree.tokens.shape)
-    if info.is_all_greedy:
-        walk = accept.greedy_walk(tree.tokens, tree.parent, tree.mask, tree.depth, best, depth)
-        predict = best.flatten().int()
+    chosen, is_fixed = _seeded(verify, batch, logits, best)
+    if is_fixed is None:
+        walk = accept.greedy_walk(tree.tokens, tree.parent, tree.mask, tree.depth, chosen, depth)
+        predict = chosen.flatten().int()
     else:
-        walk = _sampled(tree, logits, best, info, depth)
+        walk = _sampled(tree, logits, chosen, info, depth, is_fixed)
         predict = _following(tree.tokens, walk)
     batch_size, nodes = tree.tokens.shape
     first = torch.arange(0, batch_size * nodes, nodes, device=logits.device).unsqueeze(1)
@@ -43,11 +43,40 @@ def accept_tree(
     lens = walk.length.int()
     if not info.is_all_greedy:
         _agree(predict, lens, index)
+    verify.parameters.commit(batch, predict, lens, index)
     return predict, lens, index
 
 
+def _seeded(
+    verify: TreeVerifyInput, batch: Any, logits: torch.Tensor, best: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The token after each node where no coin decides, [B, N] int64, and of which requests.
+
+    These are the greedy requests and those with a seed, [B] bool, or None for all.
+    """
+    info = batch.sampling_info
+    if info.is_all_greedy:
+        return best, None
+    is_greedy = info.top_ks.view(-1) == 1
+    found = seeds.find(batch.reqs, info.device)
+    if found is None:
+        return best, is_greedy
+    size, nodes = best.shape
+    drawn = seeds.at_nodes(
+        logits.view(size, nodes, -1), verify.positions.view(size, nodes), found, info
+    )
+    rows = to_device(found.rows, torch.int64, best.device)
+    chosen = best.index_copy(0, rows, drawn)
+    return chosen, None if found.fixed else is_greedy.index_fill(0, rows, True)
+
+
 def _sampled(
-    tree: Any, logits: torch.Tensor, best: torch.Tensor, info: Any, depth: int
+    tree: Any,
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    info: Any,
+    depth: int,
+    is_fixed: torch.Tensor,
 ) -> accept.Walk:
     batch_size, nodes = tree.tokens.shape
     probs = filtered_probs(
@@ -68,7 +97,7 @@ def _sampled(
         probs,
         coins[:, :depth],
         coins[:, -1],
-        info.top_ks.view(-1) == 1,
+        is_fixed,
         depth,
         tree.proposal,
         coins[:, depth:-1],

@@ -61,10 +61,12 @@ class TreeVerifyInput(EagleVerifyInput):
     """A tree as SGLang's verifier takes it, plus the tree itself for mask and acceptance.
 
     grammar_mask  SGLang's GrammarMask of all B * N nodes, or None
+    parameters    what the requests ask beyond the filters, see ``RequestParameters``
     """
 
     tree: Tree = None  # type: ignore[assignment]
     grammar_mask: Any = None
+    parameters: Any = None
 
     @property
     def tree_mask(self) -> torch.Tensor:

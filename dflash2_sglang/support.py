@@ -50,11 +50,10 @@ REFUSALS = (
     Refusal("--enable-hierarchical-cache", _set("enable_hierarchical_cache"), "drop it"),
     Refusal("--enable-mixed-chunk", _set("enable_mixed_chunk"), "drop it"),
     Refusal("--enable-watermark", _set("enable_watermark"), "drop it"),
-    Refusal("--enable-deterministic-inference", _set("enable_deterministic_inference"), "drop it"),
     Refusal(
-        "--enable-custom-logit-processor",
-        _set("enable_custom_logit_processor"),
-        "use plain decoding for requests with custom logit processors",
+        "--rl-on-policy-target",
+        _set("rl_on_policy_target"),
+        "use --enable-deterministic-inference instead",
     ),
     Refusal("--speculative-adaptive", _set("speculative_adaptive"), "drop it"),
     Refusal(
@@ -103,23 +102,8 @@ def refuse_backends(args: Any) -> None:
 
 def refuse_request(req: Any) -> str | None:
     """Why a request cannot be served exactly, or None."""
-    params = req.sampling_params
     if req.multimodal_inputs is not None:
         return "DFLASH2 does not support multimodal inputs yet: send text only."
-    if req.return_sampling_mask:
+    if getattr(req, "return_sampling_mask", False):
         return "DFLASH2 does not support return_sampling_mask yet: leave it out."
-    penalties = {
-        "frequency_penalty": params.frequency_penalty != 0,
-        "presence_penalty": params.presence_penalty != 0,
-        "repetition_penalty": params.repetition_penalty != 1,
-        "min_new_tokens": params.min_new_tokens > 0,
-    }
-    used = [name for name, on in penalties.items() if on]
-    if used:
-        return (
-            f"DFLASH2 does not support {', '.join(used)} yet, whose value would have to follow each "
-            "path of the tree: leave it out."
-        )
-    if getattr(req, "custom_logit_processor", None) is not None:
-        return "DFLASH2 does not support custom_logit_processor yet: leave it out."
     return None

@@ -27,6 +27,7 @@ from dflash2_sglang.draft import Drafting
 from dflash2_sglang.grammar.constrain import Constraint, masked
 from dflash2_sglang.hidden import hand_over, keep_final_states
 from dflash2_sglang.model.drafter import DFlash2Drafter
+from dflash2_sglang.parameters import RequestParameters
 from dflash2_sglang.state import DraftState, TreeVerifyInput
 from dflash2_sglang.tree.build import Tree
 
@@ -66,6 +67,7 @@ class DFlash2Worker(BaseSpecWorker):
         keep_final_states(target_worker.model_runner.model)
         self.constraint = Constraint(self.children)
         self.write_context = ContextWriter(bundle.draft_model, self.draft_runner)
+        self.parameters = RequestParameters(self.device)
         self.block = self.drafting.config.block_size
         self.window = max(self.nodes, self.block)
         self.plan_stream, self.plan_stream_ctx = get_plan_stream(self.device)
@@ -112,9 +114,11 @@ class DFlash2Worker(BaseSpecWorker):
 
     def _prefill(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
         """The target reads the prompt; the drafter gets its KV before the radix cache may keep it."""
+        self.parameters.before_prefill(batch)
         result = self.target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL
         )
+        self.parameters.after_prefill(batch, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(result.new_seq_lens)
@@ -168,6 +172,7 @@ class DFlash2Worker(BaseSpecWorker):
         first = torch.arange(0, size * nodes, nodes, device=self.device)
         return TreeVerifyInput(
             tree=tree,
+            parameters=self.parameters,
             draft_token=tree.tokens.flatten(),
             custom_mask=self._full_mask(tree, prefix),
             positions=(prefix.unsqueeze(1) + tree.depth).flatten(),

@@ -2,10 +2,14 @@
 
     python launch/parity.py --dtype float32
     python launch/parity.py --dtype bfloat16
+    python launch/parity.py --dtype float32 --params '{"repetition_penalty": 1.2}'
 
 Answers of plain decoding at concurrency 1 are the reference. Where another run first differs, the target's
 log-probabilities of the two tokens must be closer than the noise, which ``noise_of_gap`` measures on plain
 decoding alone. Exit code 1 if not, or, in float32, if anything differs at all.
+
+With ``--params`` every request has these sampling parameters, any difference counts, and plain decoding runs
+without overlap: with it, SGLang's penalties are a token late.
 """
 
 from __future__ import annotations
@@ -30,10 +34,16 @@ SHARED = "You are a patient teacher. " * 12
 TOP = 5
 
 
-def generate(server: Server, ids: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
+def generate(
+    server: Server,
+    ids: Sequence[int],
+    tokens: int,
+    params: dict[str, Any] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
     body = {
         "input_ids": list(ids),
-        "sampling_params": {"temperature": 0, "max_new_tokens": tokens},
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, **(params or {})},
         **more,
     }
     request = urllib.request.Request(
@@ -43,9 +53,15 @@ def generate(server: Server, ids: Sequence[int], tokens: int, **more: Any) -> di
         return json.load(response)
 
 
-def answers(server: Server, prompts: list[list[int]], tokens: int, concurrency: int) -> list:
+def answers(
+    server: Server,
+    prompts: list[list[int]],
+    tokens: int,
+    concurrency: int,
+    params: dict[str, Any] | None = None,
+) -> list:
     with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(lambda ids: generate(server, ids, tokens), prompts))
+        return list(pool.map(lambda ids: generate(server, ids, tokens, params), prompts))
 
 
 def gaps_at_differences(
@@ -104,6 +120,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument(
+        "--params", type=json.loads, default={}, help="sampling parameters of all requests, JSON"
+    )
     args = parser.parse_args()
     unwind_when_told_to_end()
     target = ["--model-path", str(ensure_demo_model()), "--dtype", args.dtype]
@@ -111,7 +130,8 @@ def main() -> None:
     tree = ["--speculative-algorithm", "DFLASH2", "--speculative-draft-model-path"]
     tree += [str(demo_drafter()), "--speculative-num-draft-tokens", str(args.nodes)]
     with tempfile.TemporaryDirectory() as folder:
-        plain = Server("plain", target, Path(folder))
+        late = ["--disable-overlap-schedule"] if args.params else []
+        plain = Server("plain", target + late, Path(folder))
         ours = Server("DFLASH2", target + tree, Path(folder))
         with running([plain, ours]):
             wait_ready([plain, ours])
@@ -128,7 +148,7 @@ def compare(plain: Server, ours: Server, args: argparse.Namespace) -> int:
             encode(tokenizer, text, system) for text in load_prompts(args.prompts, args.limit)
         ]
         noise = noise_of_gap(plain, prompts[:10], args.max_tokens)
-        reference = answers(plain, prompts, args.max_tokens, 1)
+        reference = answers(plain, prompts, args.max_tokens, 1, args.params)
         print(f"{args.dtype}, {name}: noise of the gap {noise:.4f}", flush=True)
         for run, server, concurrency in (
             ("plain, concurrency 4", plain, 4),
@@ -136,9 +156,10 @@ def compare(plain: Server, ours: Server, args: argparse.Namespace) -> int:
             ("DFLASH2, concurrency 1", ours, 1),
             ("DFLASH2, concurrency 8", ours, 8),
         ):
-            found = answers(server, prompts, args.max_tokens, concurrency)
+            found = answers(server, prompts, args.max_tokens, concurrency, args.params)
             gaps = gaps_at_differences(plain, prompts, reference, found)
-            over = len(gaps) if args.dtype == "float32" else sum(gap > noise for gap in gaps)
+            strict = args.dtype == "float32" or args.params
+            over = len(gaps) if strict else sum(gap > noise for gap in gaps)
             print(
                 f"{args.dtype}, {name}, {run}: {len(prompts) - len(gaps)} of {len(prompts)} "
                 f"identical; largest gap at a first difference {max(gaps, default=0.0):.4f}; "

@@ -19,9 +19,10 @@ def validate_request(
 
     reason = refuse_request(req)
     if reason is not None:
-        # The scheduler still runs it through one prefill, and a first repetition penalty would be
+        # The scheduler still runs it through one prefill. On a GPU a first repetition penalty would be
         # compiled there for seconds, in which no other request gets a token.
         req.sampling_params.repetition_penalty = 1.0
+        req.return_sampling_mask = False
     return reason
 
 

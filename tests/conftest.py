@@ -13,6 +13,15 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 from tinypair import Pairs
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--draws",
+        type=int,
+        default=1500,
+        help="answers of each kind in tests/server/test_distribution.py (20000 takes a quarter hour)",
+    )
+
+
 @pytest.fixture(scope="session")
 def demo_target() -> Path:
     """SmolLM2-135M-Instruct, from the cache; fetched once if it is not there."""

@@ -70,8 +70,8 @@ def write_target(
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     save_file(_target_weights(architecture, vocab, contextual, seed), folder / "model.safetensors")
-    if vocab == VOCAB:
-        _write_tokenizer(folder)
+    if vocab <= VOCAB:
+        _write_tokenizer(folder, vocab)
     return folder
 
 
@@ -206,12 +206,12 @@ def _rms(x: Tensor) -> Tensor:
     return x * x.square().mean(-1, keepdim=True).rsqrt()
 
 
-def _write_tokenizer(folder: Path) -> None:
+def _write_tokenizer(folder: Path, vocab: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     # Spelt in bytes, as llguidance wants it: these two are not printable.
-    names = [*SPECIAL, *({" ": "Ġ", "\n": "Ċ"}.get(c, c) for c in CHARACTERS)]
+    names = [*SPECIAL, *({" ": "Ġ", "\n": "Ċ"}.get(c, c) for c in CHARACTERS)][:vocab]
     tokenizer = Tokenizer(models.BPE(vocab={n: i for i, n in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

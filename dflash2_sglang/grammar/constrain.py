@@ -84,6 +84,9 @@ def replace_rows(tree: Tree, rows: Sequence[int], grown: Sequence[Growth], depth
     logs = [[n.log_prob for n in g.nodes] for g in grown]
     log_prob[index] = torch.tensor(logs, device=device, dtype=log_prob.dtype)
     new = assemble(tokens, parent, log_prob, depth)
+    if tree.proposal is not None:  # no child of these rows was drawn
+        tree.proposal.random[index] = False
+        tree.proposal.probs[index] = 0
     return tree._replace(
         tokens=new.tokens,
         parent=new.parent,

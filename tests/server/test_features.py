@@ -201,43 +201,6 @@ def test_logprobs(plain_server: Server, tree_server: Server) -> None:
         assert max(gaps) < 1e-3, field
 
 
-# Refused requests.
-
-
-@pytest.mark.parametrize(
-    "parameter",
-    [
-        {"frequency_penalty": 0.5},
-        {"presence_penalty": 0.5},
-        {"repetition_penalty": 1.2},
-        {"min_new_tokens": 4},
-    ],
-    ids=lambda parameter: next(iter(parameter)),
-)
-def test_penalties_are_refused(
-    tree_server: Server, free_run: Answers, parameter: dict[str, float]
-) -> None:
-    """With HTTP 400 that names the parameter, and without harm to requests in flight."""
-    name = next(iter(parameter))
-    with ThreadPoolExecutor(1) as pool:
-        others = pool.submit(run, tree_server, PROMPTS)
-        time.sleep(0.1)
-        for prompt in PROMPTS[:3]:
-            body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 8, **parameter}}
-            response = tree_server.post("/generate", body)
-            assert response.status_code == 400
-            assert name in response.text
-            assert "DFLASH2" in response.text
-        assert_same(others.result(), free_run)
-
-
-def test_refusal_over_the_openai_interface(tree_server: Server) -> None:
-    body = {"model": "m", "prompt": "abc", "max_tokens": 4, "frequency_penalty": 0.5}
-    response = tree_server.post("/v1/completions", body)
-    assert response.status_code == 400
-    assert "frequency_penalty" in response.text
-
-
 # Requests that come, go and are given up.
 
 

@@ -108,14 +108,14 @@ ASKED = {
     "--enable-hierarchical-cache": "--enable-hierarchical-cache",
     "--enable-mixed-chunk": "--enable-mixed-chunk",
     "--enable-watermark": "--enable-watermark",
-    "--enable-custom-logit-processor": "--enable-custom-logit-processor",
+    "--rl-on-policy-target": "--rl-on-policy-target fsdp",
     "--speculative-use-rejection-sampling": "--speculative-use-rejection-sampling",
     "--speculative-draft-window-size": "--speculative-draft-window-size 64",
     "--speculative-dflash-block-size": "--speculative-dflash-block-size 8",
     "--speculative-accept-threshold-single": "--speculative-accept-threshold-single 0.5",
 }
 # SGLang itself answers before it asks the algorithm; tests/unit/test_support.py has these.
-ANSWERED_BY_SGLANG = {"--enable-deterministic-inference", "--speculative-adaptive"}
+ANSWERED_BY_SGLANG = {"--speculative-adaptive"}
 
 
 def test_every_refusal_is_tried() -> None:

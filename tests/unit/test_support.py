@@ -42,6 +42,7 @@ ASKED: dict[str, list[dict[str, Any]]] = {
         {"attn_dp_size": 2},
         {"enable_dp_attention": True},
     ],
+    "--rl-on-policy-target": [{"rl_on_policy_target": "fsdp"}],
     "--speculative-draft-window-size": [{"speculative_draft_window_size": 64}],
     "--speculative-dflash-block-size": [{"speculative_dflash_block_size": 8}],
     "--speculative-accept-threshold-single or -acc below 1": [
@@ -85,6 +86,8 @@ def test_settings(setting: str, change: dict[str, Any]) -> None:
         {"lora_paths": []},
         {"speculative_accept_threshold_single": 1.0},
         {"tp_size": 4, "dp_size": 2},
+        {"enable_custom_logit_processor": True},
+        {"enable_deterministic_inference": True},
     ],
     ids=str,
 )
@@ -138,8 +141,9 @@ def request(extra: dict[str, Any] | None = None, **parameters: Any) -> SimpleNam
         {"regex": "a+"},
         {"logit_bias": {"5": 2.0}},
         {"n": 3},
-        {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
-        {"min_new_tokens": 0},
+        {"frequency_penalty": 0.1, "presence_penalty": -0.1, "repetition_penalty": 1.1},
+        {"min_new_tokens": 5},
+        {"sampling_seed": 7},
     ],
     ids=str,
 )
@@ -148,32 +152,10 @@ def test_requests_that_are_served(parameters: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "parameters",
-    [
-        {"frequency_penalty": 0.1},
-        {"frequency_penalty": -0.1},
-        {"presence_penalty": 0.1},
-        {"repetition_penalty": 1.1},
-        {"repetition_penalty": 0.9},
-        {"min_new_tokens": 1},
-        {"frequency_penalty": 0.1, "min_new_tokens": 2},
-    ],
-    ids=str,
-)
-def test_penalties(parameters: dict[str, Any]) -> None:
-    """All that were used are named, and no other."""
-    reason = refuse_request(request(**parameters))
-    assert reason is not None
-    names = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
-    assert [name for name in names if name in reason] == [n for n in names if n in parameters]
-
-
-@pytest.mark.parametrize(
     ("extra", "name"),
     [
         ({"multimodal_inputs": object()}, "multimodal"),
         ({"return_sampling_mask": True}, "return_sampling_mask"),
-        ({"custom_logit_processor": "pickled"}, "custom_logit_processor"),
     ],
 )
 def test_other_requests(extra: dict[str, Any], name: str) -> None:
