@@ -20,6 +20,7 @@ from dflash2_sglang.grammar.constrain import Constraint, masked, replace_rows
 from dflash2_sglang.grammar.legal import Legal
 from dflash2_sglang.grammar.search import LEAST, Block, Growth, grow
 from dflash2_sglang.tree.build import Tree, ancestor_mask, build_tree, capacity
+from dflash2_sglang.tree.draw import Draws
 from dflash2_sglang.tree.lattice import Lattice
 
 torch.set_num_threads(1)
@@ -234,13 +235,30 @@ def test_other_rows_keep_their_trees() -> None:
     free = np.full(3, -1, np.int32)
     growth = grow(block, lambda path, node: Legal(free, VOCAB), frozenset(), 9, 3)
     new = replace_rows(tree, [1], [growth], 3)
-    for before, after in zip(tree, new, strict=True):
+    for before, after in zip(tree[:-1], new[:-1], strict=True):
         assert torch.equal(before[[0, 2]], after[[0, 2]])
+    assert new.proposal is None
     assert new.tokens[1].tolist() == [8, *(n.path[-1] for n in growth.nodes[1:])]
     assert new.parent[1].tolist() == [n.parent for n in growth.nodes]
     assert torch.equal(new.mask, ancestor_mask(new.parent, 3))
     # Where nothing is forbidden, it is the same tree up to the share of the other tokens.
     assert set(paths_of(new, 1)) == set(paths_of(tree, 1))
+
+
+def test_grown_rows_have_no_random_child() -> None:
+    """A child that was drawn would be accepted by another rule than the tokens in its place."""
+    lattice = lattice_of(3, 3, 5, 1)
+    draws = Draws(torch.rand(3, 3, 8), torch.zeros(3, dtype=torch.bool))
+    tree = build_tree(lattice, torch.tensor([7, 8, 9]), 9, 3, draws)
+    assert tree.proposal is not None and tree.proposal.random[1].any()
+    others = [part[[0, 2]].clone() for part in tree.proposal]
+    block = Block.from_logs(lattice.tokens[1].numpy(), lattice.log_probs[1].numpy())
+    free = np.full(3, -1, np.int32)
+    growth = grow(block, lambda path, node: Legal(free, VOCAB), frozenset(), 9, 3)
+    new = replace_rows(tree, [1], [growth], 3)
+    assert not new.proposal.random[1].any() and not new.proposal.probs[1].any()
+    for before, after in zip(others, new.proposal, strict=True):
+        assert torch.equal(before, after[[0, 2]])
 
 
 def paths_of(tree: Tree, row: int) -> list[Path_]:

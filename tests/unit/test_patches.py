@@ -203,10 +203,10 @@ def test_requests_are_checked_by_us(serving: Callable[..., None]) -> None:
     serving("DFLASH2")
     assert request_check.validate_request(lambda *_: "stock", request(), True) is None
     refused = request(repetition_penalty=1.3)
-    refused.return_hidden_states = True
+    refused.return_sampling_mask = True
     reason = request_check.validate_request(lambda *_: "stock", refused, True)
     assert reason is not None
-    assert "return_hidden_states" in reason
+    assert "return_sampling_mask" in reason
     # It still goes through one prefill, which must not compile a penalty.
     assert refused.sampling_params.repetition_penalty == 1.0
     serving("DFLASH")
