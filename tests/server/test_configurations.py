@@ -160,7 +160,7 @@ def test_drafter_of_a_random_target_is_not_needed_for_parity(
 
 def test_server_reports_its_tree(serve: Any, pairs: Pairs) -> None:
     pair = pairs.pair()
-    with serve(pair.target, pair.drafter) as server:
+    with serve(pair.target, pair.drafter, "--speculative-num-draft-tokens", "12") as server:
         info = server.info()
     shape = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-    assert [info[name] for name in shape] == [7, 4, 16]
+    assert [info[name] for name in shape] == [7, 8, 12]
