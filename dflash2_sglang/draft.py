@@ -16,7 +16,7 @@ from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_inf
 
 from dflash2_sglang.candidates import CandidateHead
 from dflash2_sglang.tree.build import Tree, build_tree
-from dflash2_sglang.tree.draw import Draws
+from dflash2_sglang.tree.draw import Draws, lattice_heat
 from dflash2_sglang.tree.lattice import Lattice, build_lattice
 
 
@@ -71,6 +71,7 @@ class Drafting:
             info.top_ks if info.need_top_k_sampling else None,
             info.top_ps if info.need_top_p_sampling else None,
             info.min_ps if info.need_min_p_sampling else None,
+            info.temperatures.view(-1),
         )
 
     def _block(self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -99,7 +100,7 @@ class Drafting:
     def _lattice(self, batch: Any, anchor: torch.Tensor, hidden: torch.Tensor) -> Lattice:
         size, depth = anchor.shape[0], self.depth
         info = batch.sampling_info
-        temperature = None if info.is_all_greedy else info.temperatures.view(-1)
+        temperature = None if info.is_all_greedy else lattice_heat(info.temperatures.view(-1))
         per_row = None if temperature is None else temperature.repeat_interleave(depth)[:, None]
         found = self.head(hidden.reshape(size * depth, -1), per_row)
         tokens = found.tokens.view(size, depth, -1)

@@ -23,27 +23,33 @@ from torch import Tensor
 
 from dflash2_sglang.cli.demo_model import demo_drafter, ensure_demo_model
 from dflash2_sglang.tree.build import Tree, build_tree
-from dflash2_sglang.tree.draw import Draws, Found, draw_search
+from dflash2_sglang.tree.draw import Draws, Found, draw_search, lattice_heat
 from dflash2_sglang.tree.lattice import Lattice, build_lattice
 
 STARTS = 8  # walks over each answer, from neighbouring places
 
 
-def lattice_of(places: Places, temperature: float, *, selector: bool = True) -> Lattice:
+def lattice_of(
+    places: Places, temperature: float, *, selector: bool = True, own: bool = False
+) -> Lattice:
+    """Rows at the temperature that the package drafts with, or at the request's own."""
     heat = torch.full((len(places.answer),), temperature)
     pair = places.pair if selector else None
-    return build_lattice(places.tokens, places.unary, places.log_norm, heat, pair)
+    norm = places.log_norm[..., 0 if own else 1]
+    return build_lattice(
+        places.tokens, places.unary, norm, heat if own else lattice_heat(heat), pair
+    )
 
 
 def fixed_tree(places: Places, lattice: Lattice, nodes: int, children: int) -> Tree:
     return build_tree(lattice, places.anchor, nodes, children)
 
 
-def drawn_tree(places: Places, lattice: Lattice, nodes: int, children: int) -> Tree:
+def drawn_tree(places: Places, lattice: Lattice, heat: float, nodes: int, children: int) -> Tree:
     """The tree with random children, its draws made given the answer, one depth after the other."""
     size, depth = places.truth.shape
     coins = torch.rand(size, depth, nodes - 1)
-    draws = Draws(coins, torch.zeros(size, dtype=torch.bool))
+    draws = Draws(coins, torch.zeros(size, dtype=torch.bool), heat=torch.full((size,), heat))
     true, start = torch.ones(size, 1, dtype=torch.bool), 0
     for level in range(min(depth, nodes - 1)):
         found = draw_search(lattice, nodes, children, draws)
@@ -115,15 +121,20 @@ def methods(children: int) -> dict[str, Method]:
         def build(places: Places, heat: float, nodes: int) -> Tree:
             lattice = lattice_of(places, heat, selector=selector)
             depth = places.truth.shape[1]
-            return drawn_tree(places, lattice, min(nodes, depth + 1), 1)
+            return drawn_tree(places, lattice, heat, min(nodes, depth + 1), 1)
 
         return build
 
     return {
+        "fixed tree, own temperature": lambda p, t, n: fixed_tree(
+            p, lattice_of(p, t, own=True), n, children
+        ),
         "fixed tree": lambda p, t, n: fixed_tree(p, lattice_of(p, t), n, children),
         "sampled chain, selector": chain(True),
         "sampled chain, unary": chain(False),
-        "tree with random children": lambda p, t, n: drawn_tree(p, lattice_of(p, t), n, children),
+        "tree with random children": lambda p, t, n: drawn_tree(
+            p, lattice_of(p, t), t, n, children
+        ),
     }
 
 
@@ -155,10 +166,11 @@ def main() -> None:
     print("| temperature | nodes | proposal | tokens a pass | even, odd answers |")
     print("|---|---|---|---|---|")
     for heat in args.temperatures:
-        places = teacher.places(prompts, heat, args.length)
+        drafting = float(lattice_heat(torch.tensor(heat)))
+        places = teacher.places(prompts, heat, args.length, (heat, drafting))
         for nodes in args.nodes:
             for name, method in methods(args.children).items():
-                draws = 1 if name == "fixed tree" else args.draws
+                draws = 1 if name.startswith("fixed") else args.draws
                 r = measure(places, heat, nodes, method, draws)
                 halves = ", ".join(f"{x:.3f}" for x in r["halves"])
                 print(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ class Places(NamedTuple):
     tokens     [A, D, K]  int64    the drafter's candidates
     unary      [A, D, K]  float32  their logits
     pair       [A, D, K, K]        selector scores
-    log_norm   [A, D]              logsumexp of the drafter's logits / temperature
+    log_norm   [A, D, H]           logsumexp of the drafter's logits / temperature, for H of these
     target     [A, D, K]           the target's log-probability of each candidate after the true prefix
     target_of  [A, D]              and of the true token
     """
@@ -134,24 +135,36 @@ class Teacher:
         return found
 
     @torch.inference_mode()
-    def places(self, prompts: list[str], temperature: float, length: int) -> Places:
+    def places(
+        self, prompts: list[str], temperature: float, length: int, drafting: Sequence[float]
+    ) -> Places:
+        """Answers sampled at one temperature; `log_norm` is for the temperatures `drafting`."""
         torch.manual_seed(11)
         depth = self.drafter.drafter_config.depth
         parts = []
         for i, (ids, start) in enumerate(self.sample(prompts, temperature, length)):
             anchors = torch.arange(start, len(ids) - depth)
             if len(anchors):
-                parts.append(self._score(i, ids, anchors, temperature))
+                parts.append(self._score(i, ids, anchors, temperature, drafting))
         return Places(*(torch.cat(field) for field in zip(*parts, strict=True)))
 
-    def _score(self, answer: int, ids: Tensor, anchors: Tensor, temperature: float) -> Places:
+    def _score(
+        self,
+        answer: int,
+        ids: Tensor,
+        anchors: Tensor,
+        temperature: float,
+        drafting: Sequence[float],
+    ) -> Places:
         config = self.drafter.drafter_config
         depth, count = config.depth, len(anchors)
         out = self.model(ids[None], output_hidden_states=True)
         taps = torch.cat([out.hidden_states[i + 1][0] for i in config.target_layer_ids], -1)
         hidden = self._blocks(taps, ids, anchors)
-        heat = torch.full((count * depth, 1), temperature)
-        found = self.head(hidden.reshape(count * depth, -1), heat)
+        rows = hidden.reshape(count * depth, -1)
+        heats = [torch.full((count * depth, 1), heat) for heat in drafting]
+        each = [self.head(rows, heat) for heat in heats]
+        found = each[0]
         tokens = found.tokens.view(count, depth, -1)
         log_probs = (out.logits[0].float() / temperature).log_softmax(-1)
         where = anchors[:, None] + torch.arange(depth)  # the row that predicts each true token
@@ -163,7 +176,7 @@ class Teacher:
             tokens,
             found.logits.view(count, depth, -1),
             self.drafter.candidate_selector.pair_scores(hidden, ids[anchors], tokens),
-            found.log_norm.view(count, depth),
+            torch.stack([f.log_norm for f in each], -1).view(count, depth, -1),
             log_probs[where[..., None], tokens],
             log_probs[where, truth],
         )

@@ -35,12 +35,27 @@ RANDOM_WEIGHT = 0.5  # how often a random child is accepted, of the mass it stan
 SPARE_WEIGHT = 0.1  # the same for a fixed child that comes after the random one
 
 
+def lattice_heat(temperature: Tensor) -> Tensor:
+    """The temperature of the rows that trees are drawn from, for a request's own temperature.
+
+    A colder target is surer of its next token, but the drafter is not surer what that is: below 1
+    its rows would put too much trust in single paths.
+    """
+    return temperature.clamp(min=1)
+
+
+def sharpness(temperature: Tensor) -> Tensor:
+    """The power that makes rows at `lattice_heat` rows at the request's own temperature."""
+    return lattice_heat(temperature) / temperature
+
+
 class Draws(NamedTuple):
     """What the random children of a batch are drawn with.
 
     coins  [B, D, N-1]  uniform in [0, 1): coins[b, t, i] is of the i-th best node of depth t
     fixed  [B] bool     requests that get no random child: the greedy ones
     top_k  [B] int, top_p [B] and min_p [B], see `filters.filtered_probs`; None where none is set
+    heat   [B]          the requests' own temperatures; None: those of the lattice
     """
 
     coins: Tensor
@@ -48,6 +63,7 @@ class Draws(NamedTuple):
     top_k: Tensor | None = None
     top_p: Tensor | None = None
     min_p: Tensor | None = None
+    heat: Tensor | None = None
 
 
 class Proposal(NamedTuple):
@@ -137,7 +153,8 @@ def spawn(
     mass = others.logsumexp(-1).clamp_(max=0)  # rounding must not put a child before its parent
     # Where all others are impossible, one of them is drawn for certain.
     certain = (place == count.unsqueeze(-1)).to(ranked)
-    law = torch.where(mass.unsqueeze(-1) == -torch.inf, certain, others.softmax(-1))
+    own = others if draws.heat is None else others * sharpness(draws.heat).view(-1, 1, 1)
+    law = torch.where(mass.unsqueeze(-1) == -torch.inf, certain, own.softmax(-1))
     drawn = draw(law, draws.coins[:, above, : reach.shape[1]])
     count = count.masked_fill(draws.fixed.unsqueeze(-1), max_children)
 
@@ -178,5 +195,6 @@ def _filtered(log_probs: Tensor, draws: Draws) -> Tensor:
     if draws.top_k is None and draws.top_p is None and draws.min_p is None:
         return log_probs
     grouped = log_probs.unflatten(0, (draws.fixed.shape[0], -1))
-    found = filter_ranked(grouped, draws.top_k, draws.top_p, draws.min_p)
+    power = None if draws.heat is None else sharpness(draws.heat)
+    found = filter_ranked(grouped, draws.top_k, draws.top_p, draws.min_p, power)
     return torch.where(draws.fixed.view(-1, 1, 1), grouped, found).flatten(0, 1)

@@ -42,17 +42,27 @@ def filtered_probs(
 
 
 def filter_ranked(
-    log_probs: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+    log_probs: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    sharpness: Tensor | None = None,
 ) -> Tensor:
     """A drafter's guess at a filtered distribution of which it sees the K best tokens only.
 
     log_probs  [B, M, K] best first, of the whole vocabulary; returned likewise, -inf if dropped
+    sharpness  [B], how much hotter log_probs are than the distribution that is filtered
 
     If a candidate is dropped, so is all that ranks below it, and the kept ones hold everything. If
     none is, they hold their share of what top-p keeps.
     """
     probs = log_probs.exp()
-    kept = _kept(probs, top_k, top_p, min_p)
+    if sharpness is None:
+        kept = _kept(probs, top_k, top_p, min_p)
+    else:
+        power = sharpness.view(-1, 1, 1)
+        sharp, missing = probs.pow(power), (1 - probs.sum(-1, keepdim=True)).clamp(min=0).pow(power)
+        kept = _kept(sharp / (sharp.sum(-1, keepdim=True) + missing), top_k, top_p, min_p)
     held = probs.where(kept, 0).sum(-1, keepdim=True)
     whole = torch.ones_like(held) if top_p is None else held.maximum(top_p.view(-1, 1, 1))
     total = torch.where(kept.all(-1, keepdim=True), whole, held)
