@@ -23,7 +23,7 @@ def visible(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(ours: Any, theirs: Any, where: str = "") -> Iterator[str]:
-    """One line for each place where two documents differ."""
+    """One line for each place where two JSON documents differ."""
     if isinstance(ours, float) and isinstance(theirs, float):
         if not abs(ours - theirs) < CLOSE:
             yield f"{where}: {ours} instead of {theirs}"
@@ -33,7 +33,7 @@ def differences(ours: Any, theirs: Any, where: str = "") -> Iterator[str]:
             yield from differences(
                 ours.get(key, missing), theirs.get(key, missing), f"{where}.{key}"
             )
-    elif isinstance(ours, list) and isinstance(theirs, list):
+    elif isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
         if len(ours) != len(theirs):
             yield f"{where}: {len(ours)} entries instead of {len(theirs)}"
         for number, pair in enumerate(zip(ours, theirs, strict=False)):
