@@ -30,7 +30,7 @@ from dflash2_sglang.tree.lattice import Lattice
 from dflash2_sglang.tree.search import Level, best, ranked_rows, root_level
 
 # Measured on the demo pair, see launch/proposals.py.
-FIXED_REACH = 0.5  # a fixed child reaches at least this much over N
+FIXED_REACH = 0.7  # a fixed child reaches at least this much over N
 RANDOM_WEIGHT = 0.5  # how often a random child is accepted, of the mass it stands for
 SPARE_WEIGHT = 0.1  # the same for a fixed child that comes after the random one
 
