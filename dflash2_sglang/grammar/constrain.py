@@ -84,10 +84,7 @@ def replace_rows(tree: Tree, rows: Sequence[int], grown: Sequence[Growth], depth
     logs = [[n.log_prob for n in g.nodes] for g in grown]
     log_prob[index] = torch.tensor(logs, device=device, dtype=log_prob.dtype)
     new = assemble(tokens, parent, log_prob, depth)
-    if tree.proposal is not None:  # no child of these rows was drawn
-        tree.proposal.random[index] = False
-        tree.proposal.probs[index] = 0
-    return tree._replace(
+    return _without_random(tree, index)._replace(
         tokens=new.tokens,
         parent=new.parent,
         depth=new.depth,
@@ -96,6 +93,17 @@ def replace_rows(tree: Tree, rows: Sequence[int], grown: Sequence[Growth], depth
         first_child=new.first_child,
         next_sibling=new.next_sibling,
     )
+
+
+def _without_random(tree: Tree, index: Tensor) -> Tree:
+    """Where trees have random children: none in these rows, which are chosen by probability alone."""
+    proposal: Any = getattr(tree, "proposal", None)
+    if proposal is None:
+        return tree
+    random = proposal.random.index_fill(0, index, False)
+    probs = proposal.probs.index_fill(0, index, 0)
+    changes: dict[str, Any] = {"proposal": proposal._replace(random=random, probs=probs)}
+    return tree._replace(**changes)
 
 
 @contextmanager

@@ -113,10 +113,20 @@ def marginal(joint: Law, places: tuple[int, ...]) -> Law:
     return out
 
 
+ENOUGH = 8  # expected draws of a cell
+
+
 def cells(probs: Law, draws: int) -> dict[Answer, int]:
-    """Which cell each outcome belongs to: those with few expected draws share cell 0."""
-    often = [key for key, p in probs.items() if p * draws >= 8]
-    return dict.fromkeys(probs, 0) | {key: n for n, key in enumerate(often, 1)}
+    """Which cell each outcome belongs to.
+
+    Those with few expected draws share cell 0, with the next likelier one where together they are few
+    as well: a chi-square test is no test where hardly anything is expected.
+    """
+    order = sorted(probs, key=probs.__getitem__)
+    rare = sum(probs[key] * draws < ENOUGH for key in order)
+    while 0 < rare < len(order) and sum(probs[key] for key in order[:rare]) * draws < ENOUGH:
+        rare += 1
+    return dict.fromkeys(order[:rare], 0) | {key: n for n, key in enumerate(order[rare:], 1)}
 
 
 def surprise(counts: Counter[Answer], probs: Law) -> float:
@@ -128,7 +138,7 @@ def surprise(counts: Counter[Answer], probs: Law) -> float:
     draws = sum(counts.values())
     seen, expected = pooled(counts, probs, draws), pooled(probs, probs, draws)
     statistic = sum((seen[c] - draws * e) ** 2 / (draws * e) for c, e in expected.items())
-    return float(chi2.sf(statistic, len(expected) - 1))
+    return float(chi2.sf(statistic, len(expected) - 1)) if len(expected) > 1 else 1.0
 
 
 def pooled(values: Mapping[Answer, float], probs: Law, draws: int) -> dict[int, float]:
@@ -153,5 +163,7 @@ def power(probs: Law, other: Law, draws: int, level: float) -> float:
     p, q = pooled(probs, probs, draws), pooled(inside, probs, draws)
     distance = draws * sum((q[c] - p[c]) ** 2 / p[c] for c in p)
     freedom = len(p) - 1
-    missed = ncx2.cdf(chi2.isf(level, freedom), freedom, distance) if distance > 0 else 1 - level
+    missed = 1 - level
+    if distance > 0 and freedom:
+        missed = ncx2.cdf(chi2.isf(level, freedom), freedom, distance)
     return float(1 - missed * (1 - outside) ** draws)

@@ -41,38 +41,38 @@ def repeats(answer: Answer) -> set[int]:
     return {b for a, b in pairwise(ids) if a == ids[-1]}
 
 
-WARM = {"temperature": 1.3}
+WARM = {"temperature": 2.0}  # the tiny target is sure of itself
 PROCESSOR: dict[str, Any] = {
     "forbid": repeats,
     "processor": no_repeats(),
     "custom_params": {"ngram_size": 2, "window_size": 64},
 }
-BIAS = {"4": 1.0, "6": -0.8, "0": 0.5}
+BIAS = {"4": 3.0, "6": -2.5, "0": 1.5}
 KINDS = {
-    "temperature": Kind({"temperature": 0.7}),
+    "temperature": Kind({"temperature": 1.4}),
     "top_k": Kind({**WARM, "top_k": 4}),
     "top_p": Kind({**WARM, "top_p": 0.8}),
     "min_p": Kind({**WARM, "min_p": 0.12}),
-    "repetition_penalty": Kind({**WARM, "repetition_penalty": 1.6}),
-    "frequency_penalty": Kind({**WARM, "frequency_penalty": 0.9}),
-    "presence_penalty": Kind({**WARM, "presence_penalty": 1.1}),
+    "repetition_penalty": Kind({**WARM, "repetition_penalty": 2.0}),
+    "frequency_penalty": Kind({**WARM, "frequency_penalty": 4.0}),
+    "presence_penalty": Kind({**WARM, "presence_penalty": 5.0}),
     "min_new_tokens": Kind({**WARM, "min_new_tokens": 3}),
     "logit_bias": Kind({**WARM, "logit_bias": BIAS}),
     "processor": Kind(WARM, **PROCESSOR),
     "seed": Kind({**WARM, "sampling_seed": 0}),
     "all filters": Kind({**WARM, "top_k": 6, "top_p": 0.93, "min_p": 0.04}),
     "all penalties": Kind(
-        {**WARM, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.4}
+        {**WARM, "repetition_penalty": 1.6, "frequency_penalty": 2.0, "presence_penalty": 1.5}
     ),
     "penalties and filters": Kind(
         {**WARM, "frequency_penalty": 0.8, "top_p": 0.9, "min_p": 0.03, "min_new_tokens": 2}
     ),
-    "bias and penalties": Kind({**WARM, "logit_bias": BIAS, "repetition_penalty": 1.5}),
+    "bias and penalties": Kind({**WARM, "logit_bias": BIAS, "repetition_penalty": 2.0}),
     "processor, bias and penalties": Kind(
-        {"temperature": 1.0, "logit_bias": BIAS, "presence_penalty": 0.9}, **PROCESSOR
+        {**WARM, "logit_bias": BIAS, "presence_penalty": 5.0}, **PROCESSOR
     ),
     "seed, penalties and filters": Kind(
-        {**WARM, "sampling_seed": 0, "frequency_penalty": 0.8, "top_k": 5, "min_p": 0.03}
+        {**WARM, "sampling_seed": 0, "frequency_penalty": 2.0, "top_k": 5, "min_p": 0.03}
     ),
 }
 LEVEL = RUN_LEVEL / (len(KINDS) * len(TESTED))
@@ -138,7 +138,7 @@ def alternative(kind: Kind, logits: dict[Answer, list[float]]) -> tuple[str, Law
         wrong = replace(kind, sampling={**asked, "min_new_tokens": 2})
         return "one token fewer", exact.law(logits, wrong, EOS)
     if "logit_bias" in asked:
-        wrong = replace(kind, sampling={**asked, "logit_bias": {"4": 1.0}})
+        wrong = replace(kind, sampling={**asked, "logit_bias": {"4": 3.0}})
         return "only the first bias", exact.law(logits, wrong, EOS)
     wrong = replace(kind, sampling={**asked, "temperature": asked["temperature"] * 1.3})
     return "temperature 1.3 times as high", exact.law(logits, wrong, EOS)
