@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from serving import Prompt, Server
+from tinypair import decode
+from workload import random_ids
 
 CLOSE = 1e-4  # float32, two different orders of summation
 KEPT = ("finish_reason", "prompt_tokens", "completion_tokens", "reasoning_tokens", "hidden_states")
 VOLATILE = ("id", "created", "metadata", "sglext")
 
+TEXTS = [decode(random_ids(n, ("text", n))) for n in (5, 12, 30)]
+Both = tuple[Server, Server]
 Order = tuple[Prompt, dict[str, Any]]  # a prompt and the keywords of ``Server.ask``
 
 
@@ -59,4 +63,10 @@ def both(plain: Server, tree: Server, orders: Sequence[Order], concurrency: int 
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         found = list(differences(visible(a), visible(b)))
         assert not found, "\n".join([f"answer {number} to {orders[number][1]}:", *found[:20]])
+    return ours
+
+
+def answers_agree(servers: Both, ask: Callable[[Server], Any]) -> Any:
+    ours, theirs = (ask(server) for server in servers)
+    assert_agree(ours, theirs)
     return ours

@@ -72,3 +72,9 @@ def tree_server(serve: Serve, pairs: Pairs) -> Iterator[Server]:
     with serve(pair.target, pair.drafter) as server:
         yield server
         assert server.errors() == []
+
+
+@pytest.fixture(scope="session")
+def servers(plain_server: Server, tree_server: Server) -> tuple[Server, Server]:
+    """DFLASH2 and plain decoding."""
+    return tree_server, plain_server
