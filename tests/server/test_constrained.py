@@ -263,12 +263,10 @@ def test_tool_calls(talking: tuple[Server, Server], choice: Any) -> None:
         assert plain["message"].get("content") == tree["message"].get("content")
         assert plain["finish_reason"] == tree["finish_reason"]
         for call in calls[1]:
-            assert (
-                call["name"] == "put" if choice != "required" else call["name"] in ("get_it", "put")
-            )
+            assert call["name"] in ("get_it", "put")
             jsonschema.validate(json.loads(call["arguments"]), CALL)
             called += 1
-    assert called >= (0 if choice == "auto" else 4)
+    assert called >= (choice != "auto")
 
 
 def test_response_format(talking: tuple[Server, Server]) -> None:

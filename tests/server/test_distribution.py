@@ -47,6 +47,8 @@ PROCESSOR: dict[str, Any] = {
     "processor": no_repeats(),
     "custom_params": {"ngram_size": 2, "window_size": 64},
 }
+COOL = {"temperature": 1.4}  # penalties are 2 at most
+MILD = {"4": 0.8, "6": -0.6, "0": 0.5}
 BIAS = {"4": 3.0, "6": -2.5, "0": 1.5}
 KINDS = {
     "temperature": Kind({"temperature": 1.4}),
@@ -54,22 +56,22 @@ KINDS = {
     "top_p": Kind({**WARM, "top_p": 0.8}),
     "min_p": Kind({**WARM, "min_p": 0.12}),
     "repetition_penalty": Kind({**WARM, "repetition_penalty": 2.0}),
-    "frequency_penalty": Kind({**WARM, "frequency_penalty": 4.0}),
-    "presence_penalty": Kind({**WARM, "presence_penalty": 5.0}),
+    "frequency_penalty": Kind({**COOL, "frequency_penalty": 2.0}),
+    "presence_penalty": Kind({**COOL, "presence_penalty": 2.0}),
     "min_new_tokens": Kind({**WARM, "min_new_tokens": 3}),
     "logit_bias": Kind({**WARM, "logit_bias": BIAS}),
     "processor": Kind(WARM, **PROCESSOR),
     "seed": Kind({**WARM, "sampling_seed": 0}),
     "all filters": Kind({**WARM, "top_k": 6, "top_p": 0.93, "min_p": 0.04}),
     "all penalties": Kind(
-        {**WARM, "repetition_penalty": 1.6, "frequency_penalty": 2.0, "presence_penalty": 1.5}
+        {**COOL, "repetition_penalty": 1.4, "frequency_penalty": 1.2, "presence_penalty": 0.9}
     ),
     "penalties and filters": Kind(
         {**WARM, "frequency_penalty": 0.8, "top_p": 0.9, "min_p": 0.03, "min_new_tokens": 2}
     ),
     "bias and penalties": Kind({**WARM, "logit_bias": BIAS, "repetition_penalty": 2.0}),
     "processor, bias and penalties": Kind(
-        {**WARM, "logit_bias": BIAS, "presence_penalty": 5.0}, **PROCESSOR
+        {**COOL, "logit_bias": MILD, "presence_penalty": 2.0}, **PROCESSOR
     ),
     "seed, penalties and filters": Kind(
         {**WARM, "sampling_seed": 0, "frequency_penalty": 2.0, "top_k": 5, "min_p": 0.03}
@@ -130,7 +132,7 @@ def alternative(kind: Kind, logits: dict[Answer, list[float]]) -> tuple[str, Law
     """What a likely fault would give instead."""
     asked = kind.sampling
     if any("penalty" in name for name in asked):
-        return "penalties two tokens late", exact.law(logits, kind, EOS, late=2)
+        return "penalties from the root only", exact.law(logits, kind, EOS, late=exact.PLACES)
     if kind.forbid:
         wrong = replace(kind, forbid=lambda answer: repeats(answer[:-1]))
         return "processor one token late", exact.law(logits, wrong, EOS)

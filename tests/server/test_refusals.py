@@ -108,7 +108,6 @@ ASKED = {
     "--enable-hierarchical-cache": "--enable-hierarchical-cache",
     "--enable-mixed-chunk": "--enable-mixed-chunk",
     "--enable-watermark": "--enable-watermark",
-    "--rl-on-policy-target": "--rl-on-policy-target fsdp",
     "--speculative-use-rejection-sampling": "--speculative-use-rejection-sampling",
     "--speculative-draft-window-size": "--speculative-draft-window-size 64",
     "--speculative-dflash-block-size": "--speculative-dflash-block-size 8",
