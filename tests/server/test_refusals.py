@@ -114,7 +114,7 @@ ASKED = {
     "--speculative-accept-threshold-single": "--speculative-accept-threshold-single 0.5",
 }
 # SGLang itself answers before it asks the algorithm; tests/unit/test_support.py has these.
-ANSWERED_BY_SGLANG = {"--speculative-adaptive"}
+ANSWERED_BY_SGLANG = {"--rl-on-policy-target", "--speculative-adaptive"}
 
 
 def test_every_refusal_is_tried() -> None:
