@@ -52,26 +52,29 @@ def drawn_tree(places: Places, lattice: Lattice, heat: float, nodes: int, childr
     draws = Draws(coins, torch.zeros(size, dtype=torch.bool), heat=torch.full((size,), heat))
     true, start = torch.ones(size, 1, dtype=torch.bool), 0
     for level in range(min(depth, nodes - 1)):
-        found = draw_search(lattice, nodes, children, draws)
+        part = Lattice(*(field[:, : level + 1] for field in lattice))
+        found = draw_search(part, nodes, children, draws)
         count = found.levels[level].row.shape[1]
         if level:
             above = found.levels[level].parent - (start - found.levels[level - 1].row.shape[1])
-            token = places.tokens.take(found.levels[level].row - places.tokens.shape[2])
+            token = part.tokens.take(found.levels[level].row - part.tokens.shape[2])
             true = true.gather(1, above) & (token == places.truth[:, level - 1 : level])
-        given = coins_given_truth(places, found, level, start, count)
+        given = coins_given_truth(places, part.tokens, found, level, start)
         coins[:, level, :count] = torch.where(true, given, coins[:, level, :count])
         start += count
     return build_tree(lattice, places.anchor, nodes, children, draws)
 
 
-def coins_given_truth(places: Places, found: Found, level: int, start: int, count: int) -> Tensor:
+def coins_given_truth(
+    places: Places, tokens: Tensor, found: Found, level: int, start: int
+) -> Tensor:
     """[A, F] coins with which each node of the level draws as if the true token followed it."""
-    law = found.law[:, start : start + count].double()
-    rows = found.rows[:, start : start + count]
-    candidate = rows % places.tokens.shape[2]
+    end = start + found.levels[level].row.shape[1]
+    law, rows = found.law[:, start:end].double(), found.rows[:, start:end]
+    candidate = rows % tokens.shape[2]
     log_p = places.target[:, level].unsqueeze(1).expand_as(law).gather(2, candidate)
     truth = places.truth[:, level].view(-1, 1, 1)
-    is_truth = places.tokens.take(rows - places.tokens.shape[2]) == truth
+    is_truth = tokens.take(rows - tokens.shape[2]) == truth
     chance = (
         law.masked_fill(~is_truth, 0).sum(2) / places.target_of[:, level].double().exp()[:, None]
     )
@@ -170,6 +173,8 @@ def main() -> None:
         places = teacher.places(prompts, heat, args.length, (heat, drafting))
         for nodes in args.nodes:
             for name, method in methods(args.children).items():
+                if "chain" in name and nodes != args.nodes[0]:
+                    continue  # no longer than the block, whatever the nodes
                 draws = 1 if name.startswith("fixed") else args.draws
                 r = measure(places, heat, nodes, method, draws)
                 halves = ", ".join(f"{x:.3f}" for x in r["halves"])
