@@ -1,7 +1,7 @@
 """Each sampling parameter, and six combinations, on a running server against exact probabilities.
 
 Four tokens of an answer: the first is drawn by prefill, the others are accepted or drawn in trees. The
-target has eight words, so that all 4096 answers have exact probabilities (``exact.py``). For each kind the
+target has eight words, so that all 4096 answers have exact probabilities (``answers.py``). For each kind the
 tokens at places 1 to 4 and all pairs of neighbours are tested. ``pytest --draws 20000`` for the long run;
 ``-s`` prints p-values and the power of each test.
 """
@@ -15,9 +15,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import exact
+import answers as exact
 import pytest
-from exact import Answer, Kind, Law
+from answers import Answer, Kind, Law
 from serving import Server, acceptance
 from tinypair import EOS, Pairs
 
