@@ -58,8 +58,8 @@ class Penalties:
     """The state of all slots, made when the first penalised request arrives.
 
     Where a method takes ``info``, a forward's SamplingBatchInfo, this batch has a penalised request
-    (``applies``). Its own penalties never left their initial value: they only tell which kinds are in
-    use, and hold -inf at the tokens that ``min_new_tokens`` forbids.
+    (``applies``). SGLang's penalties in it count one token a round: they only tell whether repetition
+    penalties are in use, and which tokens ``min_new_tokens`` forbids.
     """
 
     def __init__(self, device: Any) -> None:
@@ -115,8 +115,8 @@ class Penalties:
         """SGLang's sampler takes the penalties of the first token from here, not from its own counts."""
         rows = self._rows(slots)
         short = (rows.length < rows.minimum).unsqueeze(1)
-        forbidden = torch.where(short, info.acc_additive_penalties, 0)
-        info.acc_additive_penalties = rows.additive().add_(forbidden)
+        forbidden = short & _forbidden(info)
+        info.acc_additive_penalties = rows.additive().masked_fill_(forbidden, -torch.inf)
         if info.acc_scaling_penalties is not None:
             info.acc_scaling_penalties = rows.scaling()
 
@@ -136,8 +136,8 @@ class Penalties:
         logits.scatter_(2, tokens, own)
         if self._minimums:
             short = rows.length.unsqueeze(1) + tree.depth < rows.minimum.unsqueeze(1)
-            forbidden = info.acc_additive_penalties.unsqueeze(1)
-            logits.add_(torch.where(short.unsqueeze(2), forbidden, 0))
+            forbidden = _forbidden(info).unsqueeze(1)
+            logits.masked_fill_(short.unsqueeze(2) & forbidden, -torch.inf)
 
     @staticmethod
     def _on_path(tokens: Tensor, depth: Tensor) -> Tensor:
@@ -209,6 +209,14 @@ def path_tokens(tree: Any, max_depth: int) -> Tensor:
     column = torch.where(tree.mask & (depth > 0).unsqueeze(1), depth.unsqueeze(1) - 1, max_depth)
     out.scatter_(2, column, tokens.unsqueeze(1).expand(shape))
     return out[:, :, :max_depth].contiguous()
+
+
+def _forbidden(info: Any) -> Tensor:
+    """[B, V] bool: tokens that end the answer, of requests with ``min_new_tokens``.
+
+    SGLang lifts them by its own count, which is never ahead of ours.
+    """
+    return info.acc_additive_penalties == -torch.inf
 
 
 def to_device(values: list[Any], dtype: torch.dtype, device: Any) -> Tensor:

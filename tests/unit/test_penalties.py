@@ -28,15 +28,18 @@ class Case:
     logits: Tensor
     depth: int
     slots: Tensor
+    told: int = 0
 
     @property
     def vocab(self) -> int:
         return self.logits.shape[-1]
 
     def info(self) -> Any:
-        """As SGLang makes it: its own penalizers have not been told of any token."""
+        """As SGLang makes it: its own penalizers were told of one token a round, some late."""
         batch = Batch(self.reqs)
         found = orchestrator(batch, self.vocab)
+        for _ in range(min(self.told, *(len(req.answer) for req in self.reqs))):
+            found.cumulate_output_tokens(torch.tensor([req.answer[0] for req in self.reqs]))
         additive, scaling = accumulated(found, batch, self.vocab)
         return SimpleNamespace(acc_additive_penalties=additive, acc_scaling_penalties=scaling)
 
@@ -77,7 +80,8 @@ def cases(draw: Any) -> Case:
     logits = torch.tensor(draw(st.lists(value, min_size=count, max_size=count)))
     depth = int(tree.depth.max()) + draw(st.integers(0, 1))
     slots = torch.tensor(draw(st.permutations(range(SLOTS)))[:size])
-    return Case(reqs, tree, logits.view(size, nodes, vocab), max(depth, 1), slots)
+    told = draw(st.integers(0, 3))
+    return Case(reqs, tree, logits.view(size, nodes, vocab), max(depth, 1), slots, told)
 
 
 def committed(case: Case, prefilled: list[int]) -> Penalties:
@@ -117,6 +121,7 @@ def test_each_node_is_penalised_after_its_path(case: Case, data: Any) -> None:
 @settings(max_examples=100, deadline=None)
 def test_prefill_after_a_retraction(case: Case) -> None:
     """SGLang's sampler gets what its penalizers would hold, had they seen the answer."""
+    case.told = 0  # they are new
     state, info = Penalties("cpu"), case.info()
     state.reset(case.reqs, case.slots.tolist(), case.vocab, SLOTS)
     if not state.applies(info):
