@@ -20,7 +20,7 @@ from serving import Server, acceptance, ids
 from tinypair import EOS, VOCAB, Pairs
 from workload import TOKENS, Answers, assert_same, prompts, random_ids
 
-PROMPTS = prompts()[:12]
+PROMPTS = prompts()[2:8]
 Asked = list[tuple[list[int], dict[str, Any]]]
 
 
@@ -125,7 +125,7 @@ def plain(serve: Any, pairs: Pairs, asked: tuple[list[str], Asked]) -> dict[str,
 def scored(asked: Asked) -> Asked:
     return [
         (prompt, {**options, "extra": {**options.get("extra", {}), **LOGPROBS}})
-        for prompt, options in asked[:30]
+        for prompt, options in asked[:22]
     ]
 
 
