@@ -140,7 +140,7 @@ def test_the_offline_engine(
             stdout=subprocess.PIPE,
             stderr=errors,
             env={**os.environ, "TMPDIR": str(log.parent)},
-            timeout=240,
+            timeout=600,
             text=True,
         )
     line = next((s for s in done.stdout.splitlines() if s.startswith("ANSWERS")), None)
