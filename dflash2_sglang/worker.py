@@ -21,6 +21,7 @@ from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 from sglang.srt.speculative.spec_utils import get_plan_stream
 
 import dflash2_sglang.patches as patches
+from dflash2_sglang import __version__
 from dflash2_sglang.config_refusals import ARCHITECTURES
 from dflash2_sglang.context import ContextWriter
 from dflash2_sglang.draft import Drafting
@@ -29,6 +30,7 @@ from dflash2_sglang.hidden import hand_over, keep_final_states
 from dflash2_sglang.model.drafter import DFlash2Drafter
 from dflash2_sglang.parameters import RequestParameters
 from dflash2_sglang.state import DraftState, TreeVerifyInput
+from dflash2_sglang.telemetry import DRAFT, OTHER, VERIFY, RoundClock, RoundRecord
 from dflash2_sglang.tree.build import Tree
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,8 @@ class DFlash2Worker(BaseSpecWorker):
         self.constraint = Constraint(self.children)
         self.write_context = ContextWriter(bundle.draft_model, self.draft_runner)
         self.parameters = RequestParameters(self.device)
+        self.draft_model_path = server_args.speculative_draft_model_path
+        self.draft_backend = bundle.resolved_attention_backend
         self.block = self.drafting.config.block_size
         self.window = max(self.nodes, self.block)
         self.plan_stream, self.plan_stream_ctx = get_plan_stream(self.device)
@@ -81,12 +85,28 @@ class DFlash2Worker(BaseSpecWorker):
                 self.nodes,
                 self.children,
                 self.drafting.config.has_selector,
-                bundle.resolved_attention_backend,
+                self.draft_backend,
             )
 
     @property
     def spec_v2_attn_backends(self) -> tuple[Any, ...]:
         return (self.target_worker.model_runner.attn_backend, self.draft_runner.attn_backend)
+
+    def describe(self) -> dict[str, Any]:
+        """The resolved configuration, for ``/server_info``."""
+        config = self.drafting.config
+        return {
+            "version": __version__,
+            "draft_model_path": self.draft_model_path,
+            "block_size": self.block,
+            "depth": self.depth,
+            "nodes": self.nodes,
+            "branching": self.children,
+            "selector": config.has_selector,
+            "candidates": self.drafting.head.top_k,
+            "target_layer_ids": list(config.target_layer_ids),
+            "draft_attention_backend": self.draft_backend,
+        }
 
     def init_cuda_graphs(self) -> None:
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
@@ -142,6 +162,7 @@ class DFlash2Worker(BaseSpecWorker):
 
     def _round(self, batch: Any, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:
         prefix, anchor = batch.seq_lens, batch.spec_info.bonus_tokens
+        record = RoundRecord(self.nodes, RoundClock(self.device))
         slots = assign_extend_cache_locs_uniform_func(
             req_pool_indices=batch.req_pool_indices,
             req_to_token=self.draft_runner.req_to_token_pool.req_to_token,
@@ -150,19 +171,25 @@ class DFlash2Worker(BaseSpecWorker):
             draft_token_num=self.window,
             device=self.device,
         ).view(-1, self.window)  # [B, W]
+        record.clock.lap(OTHER)
         tree, lattice = self.drafting(batch, anchor, slots)
+        record.clock.lap(DRAFT)
         mask = None
         if batch.has_grammar:
-            tree, mask = self.constraint(batch, tree, lattice, grammar_barrier)
+            tree, mask = self.constraint(batch, tree, lattice, grammar_barrier, record.grammar)
         batch.spec_info = self._verify_input(tree, prefix, slots)
         batch.spec_info.grammar_mask = mask
+        record.clock.lap(OTHER)
         with masked(batch):
             result = self._verify(batch)
+        record.clock.lap(VERIFY)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         self._commit(result, prefix, slots)
         hand_over(batch, result)
         result.next_draft_input = DraftState(result.next_draft_input.bonus_tokens.long())
+        record.clock.lap(OTHER)
+        record.attach(result)
         return result
 
     def _verify_input(

@@ -13,6 +13,7 @@ from torch import Tensor
 from dflash2_sglang.grammar.cursor import cursor
 from dflash2_sglang.grammar.legal import Array, Legal
 from dflash2_sglang.grammar.search import Block, Growth, grow
+from dflash2_sglang.telemetry import GrammarCut
 from dflash2_sglang.tree.build import Tree, assemble
 from dflash2_sglang.tree.lattice import Lattice
 
@@ -24,12 +25,18 @@ class Constraint:
         self.children = children
 
     def __call__(
-        self, batch: Any, tree: Tree, lattice: Lattice, barrier: Callable[[], None] | None
+        self,
+        batch: Any,
+        tree: Tree,
+        lattice: Lattice,
+        barrier: Callable[[], None] | None,
+        cut: GrammarCut,
     ) -> tuple[Tree, GrammarMask | None]:
         """The trees to verify, and the mask of all their nodes (None where it forbids nothing).
 
         tree     of B requests, N nodes; rows without a grammar are kept
         barrier  advances the grammars over what the round before accepted; must precede the walk
+        cut      is told what was cut
 
         SGLang would walk the trees once more for the mask, hence ``masked`` around the verify pass.
         """
@@ -47,6 +54,8 @@ class Constraint:
         for row, block in zip(rows, _blocks(lattice, rows), strict=True):
             walk = _Walk(batch.reqs[row].grammar, mask, view, row * nodes, info.vocab_size)
             grown.append(walk.grow(block, _stops(batch.reqs[row]), nodes, self.children))
+        cut.trees += len(grown)
+        cut.empty_nodes += sum(growth.empty for growth in grown)
         device = tree.tokens.device
         tree = replace_rows(tree, rows, grown, lattice.tokens.shape[1])
         return tree, GrammarMask(grammar, mask.to(device, non_blocking=True))

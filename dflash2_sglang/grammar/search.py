@@ -69,6 +69,11 @@ class Growth:
     nodes: list[Node] = field(default_factory=list)
     legal: list[Legal | None] = field(default_factory=list)
 
+    @property
+    def empty(self) -> int:
+        """How many nodes are padding."""
+        return sum(node.log_prob == -math.inf for node in self.nodes)
+
     def add(self, node: Node, legal: Legal | None) -> int:
         self.nodes.append(node)
         self.legal.append(legal)

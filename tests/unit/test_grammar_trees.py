@@ -19,6 +19,7 @@ from tinypair import EOS, VOCAB, Pairs, encode
 from dflash2_sglang.grammar.constrain import Constraint, masked, replace_rows
 from dflash2_sglang.grammar.legal import Legal
 from dflash2_sglang.grammar.search import LEAST, Block, Growth, grow
+from dflash2_sglang.telemetry import GrammarCut
 from dflash2_sglang.tree.build import Tree, ancestor_mask, build_tree, capacity
 from dflash2_sglang.tree.draw import Draws
 from dflash2_sglang.tree.lattice import Lattice
@@ -338,7 +339,10 @@ def test_walks_leave_a_grammar_as_they_found_it(name: str, pairs: Pairs) -> None
                 tree = build_tree(lattice, torch.zeros(2, dtype=torch.int64), 12, 4)
                 calls: list[int] = []
                 batch = batch_of(None, grammar)
-                tree, mask = constraint(batch, tree, lattice, lambda c=calls: c.append(1))
+                cut = GrammarCut()
+                tree, mask = constraint(batch, tree, lattice, lambda c=calls: c.append(1), cut)
+                assert cut.trees == 1
+                assert cut.empty_nodes == int((tree.log_prob[1] == -math.inf).sum())
                 assert calls == [1] and batch.sampling_info.grammar_mask is None
                 assert root_mask(grammar) == root_mask(shadow)
                 paths = check_rows(tree, mask, shadow)
@@ -378,7 +382,7 @@ def test_masks_are_those_of_sglang(name: str, pairs: Pairs) -> None:
         lattice = lattice_of(1, 4, 16, 9)
         tree = build_tree(lattice, torch.zeros(1, dtype=torch.int64), 14, 4)
         batch = batch_of(backend.dispatch_regex(regex))
-        tree, mask = Constraint(4)(batch, tree, lattice, None)
+        tree, mask = Constraint(4)(batch, tree, lattice, None, GrammarCut())
         links = (tree.first_child, tree.next_sibling, tree.tokens)
         theirs, _ = generate_token_bitmask(batch.reqs, *links, VOCAB)
         assert mask is not None and torch.equal(mask.vocab_mask, theirs)
@@ -390,8 +394,8 @@ def test_ended_and_absent_grammars_need_no_mask(pairs: Pairs) -> None:
         grammar.accept_token(token)
     lattice = lattice_of(2, 3, 5, 1)
     tree = build_tree(lattice, torch.zeros(2, dtype=torch.int64), 6, 3)
-    same, mask = Constraint(3)(batch_of(grammar, None), tree, lattice, None)
-    assert same is tree and mask is None
+    same, mask = Constraint(3)(batch_of(grammar, None), tree, lattice, None, cut := GrammarCut())
+    assert same is tree and mask is None and cut.trees == 0
 
 
 def test_sglang_is_told_of_no_grammar_only_while_it_verifies() -> None:
