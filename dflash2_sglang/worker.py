@@ -29,6 +29,7 @@ from dflash2_sglang.hidden import hand_over, keep_final_states
 from dflash2_sglang.model.drafter import DFlash2Drafter
 from dflash2_sglang.parameters import RequestParameters
 from dflash2_sglang.state import DraftState, TreeVerifyInput
+from dflash2_sglang.trace import recorder
 from dflash2_sglang.tree.build import Tree
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class DFlash2Worker(BaseSpecWorker):
         self.constraint = Constraint(self.children)
         self.write_context = ContextWriter(bundle.draft_model, self.draft_runner)
         self.parameters = RequestParameters(self.device)
+        self.record = recorder(depth=self.depth, nodes=self.nodes, children=self.children)
         self.block = self.drafting.config.block_size
         self.window = max(self.nodes, self.block)
         self.plan_stream, self.plan_stream_ctx = get_plan_stream(self.device)
@@ -163,6 +165,8 @@ class DFlash2Worker(BaseSpecWorker):
         self._commit(result, prefix, slots)
         hand_over(batch, result)
         result.next_draft_input = DraftState(result.next_draft_input.bonus_tokens.long())
+        if self.record is not None:
+            self.record(batch, tree, lattice, prefix, result)
         return result
 
     def _verify_input(
