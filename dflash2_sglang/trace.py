@@ -90,7 +90,9 @@ def greedy_chain(lattice: Lattice) -> tuple[Tensor, Tensor]:
     row = torch.zeros_like(lattice.tokens[:, 0, 0])
     steps, total = [], []
     for tokens, log_probs in zip(
-        lattice.tokens.unbind(1), lattice.log_probs.nan_to_num(nan=-torch.inf).unbind(1), strict=True
+        lattice.tokens.unbind(1),
+        lattice.log_probs.nan_to_num(nan=-torch.inf).unbind(1),
+        strict=True,
     ):
         after = log_probs[torch.arange(row.shape[0], device=row.device), row]  # [B, K]
         row = after.argmax(-1)

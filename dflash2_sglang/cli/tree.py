@@ -205,7 +205,9 @@ def _from_file(path: Path) -> list[str]:
                 raise TreeError(f"--prompts {path}: line {number} is not JSON: {error}") from error
             prompt = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if not isinstance(prompt, str) or not prompt.strip():
-            raise TreeError(f'--prompts {path}: line {number} holds no text and no {{"prompt": text}}')
+            raise TreeError(
+                f'--prompts {path}: line {number} holds no text and no {{"prompt": text}}'
+            )
         found.append(prompt)
     if not found:
         raise TreeError(f"--prompts {path} holds no prompt")
@@ -218,8 +220,11 @@ def _check_writable(path: Path | None) -> None:
 
     if path is None:
         return
+    existed = path.exists()
     try:
         path.open("a").close()
+        if not existed:
+            path.unlink()
     except OSError as error:
         raise TreeError(f"--html {path} cannot be written: {error}") from error
 

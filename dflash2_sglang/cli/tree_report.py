@@ -40,9 +40,7 @@ def print_all(console: Console, whole: dict[str, Any], limit: int) -> None:
 
 def visible(text: str) -> str:
     """Spaces and line ends as signs, other control characters as their numbers."""
-    return "".join(
-        MARKS.get(c) or (c if c.isprintable() else f"\\x{ord(c):02x}") for c in text
-    )
+    return "".join(MARKS.get(c) or (c if c.isprintable() else f"\\x{ord(c):02x}") for c in text)
 
 
 def _spelling(texts: dict[str, str]) -> Show:
@@ -57,9 +55,9 @@ def _print_answer(console: Console, answer: dict[str, Any], limit: int, show: Sh
     for number, one in enumerate(rounds[:limit], 1):
         console.print(_round(number, one, show))
         console.print()
-    if left := len(rounds) - limit:
-        if 0 < limit < len(rounds):
-            console.print(f"... and {left} more rounds: --show {len(rounds)}, or --html FILE\n")
+    if 0 < limit < len(rounds):
+        left = len(rounds) - limit
+        console.print(f"... and {left} more rounds: --show {len(rounds)}, or --html FILE\n")
 
 
 def _answer_text(answer: dict[str, Any]) -> Text:

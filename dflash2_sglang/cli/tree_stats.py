@@ -137,9 +137,7 @@ def by_depth(rounds: Sequence[Round]) -> list[Depth]:
 
 def _at_depth(rounds: Sequence[Round], depth: int) -> Depth:
     known = [one for one in rounds if depth <= min(len(one.truth), len(one.candidates))]
-    nodes = [
-        one.prob[node] for one in known for node, its in enumerate(one.depth) if its == depth
-    ]
+    nodes = [one.prob[node] for one in known for node, its in enumerate(one.depth) if its == depth]
     return Depth(
         depth=depth,
         rounds=len(known),

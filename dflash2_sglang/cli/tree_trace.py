@@ -124,4 +124,5 @@ def _round(record: dict[str, Any], place: int, tokens: Sequence[int]) -> Round:
             "with the command"
         )
     names = ("parent", "prob", "random", "candidates", "chain", "chain_prob", "accepted", "bonus")
-    return Round(place, nodes, *(record[name] for name in names), truth=truth)
+    recorded = {name: record[name] for name in names}
+    return Round(place=place, tokens=nodes, truth=truth, **recorded)
