@@ -101,8 +101,7 @@ function showRound() {
   byId("tree-title").textContent = `Round ${state.round + 1}: ${said}`;
   const hadFocus = byId("tree").contains(document.activeElement);
   const show = (node) => byId("detail").replaceChildren(terms(facts(round, node, spell)));
-  const narrow = byId("tree").clientWidth < 560;
-  byId("tree").replaceChildren(drawTree(round, spell, narrow, show));
+  byId("tree").replaceChildren(drawTree(round, spell, byId("tree").clientWidth, show));
   show(0);
   if (hadFocus) byId("tree").querySelector(".node").focus();
   showChain(round);

@@ -1,8 +1,14 @@
 // One round's tree as SVG, likelier children above: depth from left to right, or indented where the
 // page is narrow.
 
-const WIDE = { width: 124, height: 28, across: 172, down: 38, margin: 6, letters: 9, indented: false };
 const NARROW = { width: 158, height: 28, across: 22, down: 34, margin: 6, letters: 12, indented: true };
+
+/** Boxes side by side, as wide as lets the columns fit the room, within reason. */
+function wide(room, columns) {
+  const across = Math.max(126, Math.min(172, Math.floor((room - 12) / (columns - 0.2))));
+  const width = Math.floor(across * 0.8);
+  return { width, height: 28, across, down: 38, margin: 6, letters: Math.round((width - 52) / 8), indented: false };
+}
 
 /** Places {column, row} of all nodes and of the bonus token, which follows the last accepted node. */
 function layout(round, indented) {
@@ -67,9 +73,11 @@ function edgePath(box, [x, y], [u, v]) {
   return `M${start} ${level}C${start + bend} ${level} ${u - bend} ${middle} ${u} ${middle}`;
 }
 
-function drawTree(round, spell, narrow, onShow) {
-  const BOX = narrow ? NARROW : WIDE;
-  const { places, rows, columns, last } = layout(round, BOX.indented);
+/** `room` is the width in pixels that there is. */
+function drawTree(round, spell, room, onShow) {
+  const narrow = room < 560;
+  const { places, rows, columns, last } = layout(round, narrow);
+  const BOX = narrow ? NARROW : wide(room, columns);
   const chain = chainNodes(round);
   const width = (columns - 1) * BOX.across + BOX.width + 2 * BOX.margin;
   const height = (rows - 1) * BOX.down + BOX.height + 2 * BOX.margin;
