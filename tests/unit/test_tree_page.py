@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tree_rounds import EVIL, answer, whole
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+from tree_browser import DOCUMENT, SPELT, check_tree, find, look, one, position, press
+from tree_rounds import EVIL, whole
 
 from dflash2_sglang.cli.tree_page import page
-
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-from selenium.webdriver.chrome.service import Service  # noqa: E402
-from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
@@ -25,25 +25,6 @@ FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
-DOCUMENT = whole(
-    answer("Why?"), answer(f"A second: {EVIL[11]} <img src=x onerror='window.hacked=2'>")
-)
-# As the page spells them: spaces, line ends and control characters as signs.
-SPELT = {
-    10: "Once",
-    11: "</script><script>window.hacked␣=␣1</script>",
-    12: "<!--<script>",
-    13: "↵",
-    14: "␣of",
-    15: "<|end|>",
-    21: "␣&amp;\u2028'\"",
-    22: "␣22",
-    23: "\\x7",
-    24: "␣",
-    25: "é",
-    60: "␣60",
-    61: "␣61",
-}
 
 
 @pytest.fixture(scope="module")
@@ -74,66 +55,6 @@ def shown(browser: Any, address: str) -> Iterator[Any]:
     yield browser
     assert browser.get_log("browser") == []
     assert browser.execute_script("return window.hacked") is None
-
-
-def look(browser: Any, width: int, scheme: str) -> None:
-    scheme_feature = {"name": "prefers-color-scheme", "value": scheme}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme_feature]})
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-
-def find(browser: Any, selector: str) -> list[Any]:
-    return browser.find_elements("css selector", selector)
-
-
-def one(browser: Any, selector: str) -> Any:
-    (found,) = find(browser, selector)
-    return found
-
-
-def press(browser: Any, *keys: str) -> None:
-    ActionChains(browser).send_keys(*keys).perform()
-
-
-def position(browser: Any) -> str:
-    return one(browser, "#position").text
-
-
-def expected_nodes(record: dict[str, Any]) -> list[list[Any]]:
-    """[class, what it says first] of each node and of the bonus token."""
-    nodes = []
-    for node, token in enumerate(record["tokens"]):
-        kind = "accepted" if node in record["accepted"] else "rejected"
-        nodes.append(["root" if node == 0 else kind, f"token {SPELT[token]}, id {token}"])
-    bonus = record["bonus"]
-    return [
-        *nodes,
-        ["bonus", f"token {SPELT[bonus]}, id {bonus}, verdict the target\u2019s own token"],
-    ]
-
-
-def drawn_nodes(browser: Any) -> list[list[Any]]:
-    drawn = browser.execute_script(
-        "return [...document.querySelectorAll('#tree .node')].map(n =>"
-        " [Number(n.dataset.node), n.classList[1], n.getAttribute('aria-label')])"
-    )
-    assert [node for node, _, _ in drawn] == list(range(len(drawn)))
-    return [[kind, label] for _, kind, label in drawn]
-
-
-def check_tree(browser: Any, record: dict[str, Any]) -> None:
-    drawn, expected = drawn_nodes(browser), expected_nodes(record)
-    assert len(drawn) == len(expected)
-    for (kind, label), (kind_expected, start) in zip(drawn, expected, strict=True):
-        assert kind == kind_expected and label.startswith(start), (label, start)
-    edges = find(browser, "#tree .edge")
-    assert len(edges) == len(expected) - 1  # all but the root, with the bonus token's
-    hits = [e.text for e in find(browser, "#chain .hit")]
-    assert hits == [SPELT[t] for t in record["chain"][: record["chain_hits"]]]
-    title = one(browser, "#tree-title").text
-    tokens = f"{record['gain']} token{'s' if record['gain'] > 1 else ''}"
-    assert title.endswith(f": tree {tokens}, chain {record['chain_gain']}")
 
 
 def test_keys_step_through_the_rounds(shown: Any) -> None:
@@ -200,6 +121,46 @@ def test_nodes_tell_of_themselves(shown: Any) -> None:
     assert "not reached: its parent was not accepted" in told()
 
 
+@pytest.mark.parametrize("width", [360, 1280])
+def test_edges_join_parents_and_children(shown: Any, width: int) -> None:
+    """Side by side an edge runs from right to left border; indented it falls from the lower one."""
+    look(shown, width, "light")
+    shown.refresh()
+    for record in DOCUMENT["answers"][0]["rounds"]:
+        boxes = shown.execute_script(
+            "return [...document.querySelectorAll('#tree .node')].map(n => {"
+            " const [x, y] = n.getAttribute('transform').match(/[\\d.]+/g).map(Number);"
+            " const box = n.querySelector('.box');"
+            " return [x, y, +box.getAttribute('width'), +box.getAttribute('height')]; })"
+        )
+        ends = shown.execute_script(
+            "return [...document.querySelectorAll('#tree .edge')].map(e =>"
+            " [0, e.getTotalLength()].map(at => e.getPointAtLength(at)).flatMap(p => [p.x, p.y]))"
+        )
+        expected = []
+        for node, above in enumerate([*record["parent"][1:], record["accepted"][-1]], 1):
+            (x, y, wide, high), (u, v, *_) = boxes[above], boxes[node]
+            start = (x + 11, y + high) if width == 360 else (x + wide, y + high / 2)
+            expected.append((*start, u, v + high / 2))
+        for drawn, right in zip(sorted(ends), sorted(expected), strict=True):
+            assert drawn == pytest.approx(right, abs=0.01)
+        levels = [0, *(box[0] - boxes[0][0] for box in boxes[1:])]
+        step = max(levels) / max(*record["depth"], len(record["accepted"]))
+        assert levels[:-1] == pytest.approx([depth * step for depth in record["depth"]])
+        corners = [tuple(box[:2]) for box in boxes]
+        assert len(set(corners)) == len(corners)
+        press(shown, Keys.ARROW_RIGHT)
+
+
+def test_chain_is_marked_as_far_as_the_tree_holds_it(shown: Any) -> None:
+    found = []
+    for _ in DOCUMENT["answers"][0]["rounds"]:
+        marked = find(shown, "#tree .node:has(.on-chain)")
+        found.append([node.get_attribute("data-node") for node in marked])
+        press(shown, Keys.ARROW_RIGHT)
+    assert found == [["1", "3"], [], ["1", "2"]]
+
+
 def test_probability_is_the_width(shown: Any) -> None:
     widths = shown.execute_script(
         "return [...document.querySelectorAll('#tree .edge.rejected')]"
@@ -234,7 +195,7 @@ def test_prompts_can_be_changed(shown: Any) -> None:
     assert one(shown, "#question").text == "Why?"
     one(shown, "#prompt option[value='1']").click()
     assert one(shown, "#question").text == DOCUMENT["answers"][1]["prompt"]
-    press(shown, Keys.ARROW_LEFT)  # the list's own key, as long as it has the focus
+    press(shown, Keys.ARROW_RIGHT)  # the list's own key, as long as it has the focus
     assert position(shown) == "Round 1 of 3"
 
 
@@ -268,6 +229,12 @@ def test_charts_show_the_figures(shown: Any) -> None:
     assert len(find(shown, "#calibration .dot")) == len(figures["paths"]) == 5
     label = one(shown, "#calibration svg").get_attribute("aria-label")
     assert "predicted 35.0%, accepted 50.0% of 4" in label
+    dots = shown.execute_script(
+        "return [...document.querySelectorAll('#calibration .dot')].map(d => Number(d.getAttribute('cy')))"
+    )
+    bottom, top = dots[0], dots[-1]  # 0 % and 100 % were accepted
+    shares = [(bottom - dot) / (bottom - top) for dot in dots]
+    assert shares == pytest.approx([b["share"] for b in figures["paths"]])
     one(shown, "#calibration input[value=edges]").click()
     assert len(find(shown, "#calibration .dot")) == len(figures["edges"])
     rows = shown.execute_script(
