@@ -31,6 +31,7 @@ from dflash2_sglang.model.drafter import DFlash2Drafter
 from dflash2_sglang.parameters import RequestParameters
 from dflash2_sglang.state import DraftState, TreeVerifyInput
 from dflash2_sglang.telemetry import DRAFT, OTHER, VERIFY, RoundClock, RoundRecord
+from dflash2_sglang.trace import recorder
 from dflash2_sglang.tree.build import Tree
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class DFlash2Worker(BaseSpecWorker):
         self.parameters = RequestParameters(self.device)
         self.draft_model_path = server_args.speculative_draft_model_path
         self.draft_backend = bundle.resolved_attention_backend
+        self.trace = recorder(depth=self.depth, nodes=self.nodes, children=self.children)
         self.block = self.drafting.config.block_size
         self.window = max(self.nodes, self.block)
         self.plan_stream, self.plan_stream_ctx = get_plan_stream(self.device)
@@ -190,6 +192,8 @@ class DFlash2Worker(BaseSpecWorker):
         result.next_draft_input = DraftState(result.next_draft_input.bonus_tokens.long())
         record.clock.lap(OTHER)
         record.attach(result)
+        if self.trace is not None:
+            self.trace(batch, tree, lattice, prefix, result)
         return result
 
     def _verify_input(
