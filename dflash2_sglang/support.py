@@ -62,6 +62,15 @@ REFUSALS = (
         "drop it; the tree's own acceptance rule already follows the target's distribution",
     ),
     Refusal(
+        "--speculative-draft-model-quantization",
+        # SGLang fills it in with the target's --quantization where the user says nothing.
+        lambda args: bool(
+            args._speculative_draft_quantization_explicitly_set
+            and args.speculative_draft_model_quantization
+        ),
+        "drop it; the drafter is served in the precision of its checkpoint",
+    ),
+    Refusal(
         "--speculative-draft-window-size",
         _set("speculative_draft_window_size"),
         "drop it; the checkpoint's sliding_window applies",
@@ -106,4 +115,7 @@ def refuse_request(req: Any) -> str | None:
         return "DFLASH2 does not support multimodal inputs yet: send text only."
     if getattr(req, "return_sampling_mask", False):
         return "DFLASH2 does not support return_sampling_mask yet: leave it out."
+    if req.sampling_params.min_new_tokens > 0 and req.tokenizer is None:
+        # SGLang would die of it, with all its requests: it asks the tokenizer what ends an answer.
+        return "min_new_tokens needs a tokenizer: leave it out, or serve without --skip-tokenizer-init."
     return None

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,19 @@ def test_hidden_states(bare_servers: Both) -> None:
     assert acceptance(answers) > 1.5
 
 
+def test_hidden_states_of_sampled_tokens(bare_servers: Both) -> None:
+    """Those that plain decoding computes when it reads the same tokens."""
+    tree, plain = bare_servers
+    wanted = {"return_hidden_states": True}
+    for prompt in prompts()[3:7]:
+        drawn = tree.ask(prompt, wanted, temperature=1.3, max_new_tokens=24, ignore_eos=True)
+        tokens, states = drawn["output_ids"], drawn["meta_info"]["hidden_states"]
+        read = plain.ask(prompt + tokens[:-1], wanted, max_new_tokens=1)["meta_info"]
+        assert len(tokens) == 24
+        assert_agree([*states[0], *states[1:]], read["hidden_states"][0])
+        assert acceptance([drawn]) > 1.05
+
+
 def test_logprobs_before_the_temperature(bare_servers: Both, pairs: Pairs) -> None:
     tree, plain = bare_servers
     model = Exact(pairs.target()).model
@@ -229,6 +243,19 @@ def test_logprobs_before_the_temperature(bare_servers: Both, pairs: Pairs) -> No
         found = [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
         chosen = [row[token].item() for row, token in zip(expected, tokens, strict=True)]
         assert_agree(found, chosen)
+
+
+def test_the_shortest_length_needs_a_tokenizer(bare_servers: Both) -> None:
+    """Stock SGLang dies of it; here the others do not notice."""
+    tree, plain = bare_servers
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 9, "min_new_tokens": 3}}
+    with ThreadPoolExecutor(2) as pool:
+        beside = pool.submit(tree.ask, prompts()[3], max_new_tokens=60, ignore_eos=True)
+        response = tree.post("/generate", body)
+        assert response.status_code == 400
+        assert "min_new_tokens needs a tokenizer: leave it out" in response.text
+        alone = plain.ask(prompts()[3], max_new_tokens=60, ignore_eos=True)
+        assert beside.result()["output_ids"] == alone["output_ids"]
 
 
 def test_what_needs_a_tokenizer_is_refused(bare_servers: Both) -> None:
