@@ -24,6 +24,7 @@ PACKAGES = (
     "numpy",
 )
 RESOLVED = (
+    "speculative_algorithm",
     "device",
     "dtype",
     "kv_cache_dtype",

@@ -109,14 +109,23 @@ def float8_weights() -> None:
 
 def head_without_a_kernel() -> None:
     """``--quantization fp8``: a head whose product does not run here."""
-    from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
+    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.quantization.unquant import (
+        UnquantizedEmbeddingMethod,
+        UnquantizedLinearMethod,
+    )
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
     class FarMethod(UnquantizedEmbeddingMethod):
         def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
             raise NotImplementedError("this kernel is for another device")
 
-    offer(lambda layer: FarMethod() if isinstance(layer, ParallelLMHead) else None)
+    def method_of(layer: Any) -> Any:
+        if isinstance(layer, LinearBase):
+            return UnquantizedLinearMethod()
+        return FarMethod() if isinstance(layer, ParallelLMHead) else None
+
+    offer(method_of)
 
 
 def offer(method_of: Callable[[Any], Any]) -> None:

@@ -211,7 +211,6 @@ def test_ranks_that_differ_are_noticed(server: Server, folder: Path, name: str) 
         server.ask(PROMPTS[0], temperature=1.5, max_new_tokens=16, ignore_eos=True)
     zero, one = trees(folder)
     assert len(zero) == len(one) > before
-    assert zero[:before] == one[:before]
     assert zero[before:] != one[before:]
 
 
