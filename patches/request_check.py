@@ -22,7 +22,6 @@ def validate_request(
         # The scheduler still runs it through one prefill. On a GPU a first repetition penalty would be
         # compiled there for seconds, in which no other request gets a token.
         req.sampling_params.repetition_penalty = 1.0
-        req.sampling_params.min_new_tokens = 0
         req.return_sampling_mask = False
     return reason
 

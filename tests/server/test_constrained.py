@@ -13,7 +13,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-from agree import both
 from serving import Server, acceptance, verify_count
 from test_sampling import PROMPT, TOO_UNLIKELY, Exact, surprise
 from tinypair import EOS, Pairs, decode, encode
@@ -229,12 +228,11 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def talking(serve: Any, pairs: Pairs, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(plain, DFLASH2) with a chat template, a tool call parser, and thinking for who asks for it."""
+    """(plain, DFLASH2) with a chat template and a tool call parser."""
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(TEMPLATE)
     pair = pairs.pair()
     flags = ["--chat-template", str(template), "--tool-call-parser", "qwen25"]
-    flags += ["--reasoning-parser", "deepseek-v3", "--enable-strict-thinking"]
 
     def start(drafter: Path | None) -> Server:
         return serve(pair.target, drafter, *flags)
@@ -276,27 +274,3 @@ def test_response_format(talking: tuple[Server, Server]) -> None:
     for text in TEXTS[:4]:
         plain, tree = (chat(s, text, response_format=shape) for s in talking)
         assert plain["message"].get("content") == tree["message"].get("content")
-
-
-def test_thinking_before_a_grammar(talking: tuple[Server, Server]) -> None:
-    """Free until the tag that ends the thinking, which its limit forces; then what the grammar says."""
-    plain, tree = talking
-    orders = [
-        (text, {**KINDS[kind], "max_new_tokens": 120, "extra": extra})
-        for text in TEXTS
-        for kind in ("json", *REGEXES[:2])
-        for extra in (
-            {"require_reasoning": True, "max_thinking_tokens": 3 + len(text)},
-            {"require_reasoning": True},
-            {},
-        )
-    ]
-    answers = both(plain, tree, orders)
-    limited = [a["text"] for a in answers[::3] if a["meta_info"]["finish_reason"]["type"] == "stop"]
-    for (text, options), answer in zip(orders[::3], answers[::3], strict=True):
-        thought, end, rest = answer["text"].partition("</think>")
-        assert end and len(thought) <= 3 + len(text)
-        if "regex" in options and answer["meta_info"]["finish_reason"]["type"] == "stop":
-            assert re.fullmatch(options["regex"], rest)
-    assert len(limited) > len(TEXTS)
-    assert acceptance(answers[1::3]) > 1.5  # thinking is drafted too

@@ -196,7 +196,6 @@ def request(**parameters: Any) -> SimpleNamespace:
         multimodal_inputs=None,
         return_sampling_mask=False,
         custom_logit_processor=None,
-        tokenizer=None,
     )
 
 
@@ -210,10 +209,6 @@ def test_requests_are_checked_by_us(serving: Callable[..., None]) -> None:
     assert "return_sampling_mask" in reason
     # It still goes through one prefill, which must not compile a penalty.
     assert refused.sampling_params.repetition_penalty == 1.0
-    refused = request(min_new_tokens=3)
-    reason = request_check.validate_request(lambda *_: "stock", refused, True)
-    assert reason is not None and "tokenizer" in reason
-    assert refused.sampling_params.min_new_tokens == 0  # nor ask for a tokenizer
     serving("DFLASH")
     theirs = request(repetition_penalty=1.3)
     assert request_check.validate_request(lambda *_: "stock", theirs, True) == "stock"

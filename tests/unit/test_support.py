@@ -140,7 +140,6 @@ def request(extra: dict[str, Any] | None = None, **parameters: Any) -> SimpleNam
         "multimodal_inputs": None,
         "return_sampling_mask": False,
         "custom_logit_processor": None,
-        "tokenizer": object(),
     }
     return SimpleNamespace(
         sampling_params=SamplingParams(**parameters), **{**fields, **(extra or {})}
@@ -180,11 +179,3 @@ def test_other_requests(extra: dict[str, Any], name: str) -> None:
     assert reason is not None
     assert name in reason
     assert "DFLASH2" in reason
-
-
-def test_the_shortest_length_without_a_tokenizer() -> None:
-    """SGLang asks the tokenizer what ends an answer, and dies where there is none."""
-    reason = refuse_request(request({"tokenizer": None}, min_new_tokens=1))
-    assert reason is not None
-    assert "--skip-tokenizer-init" in reason
-    assert refuse_request(request({"tokenizer": None})) is None
