@@ -92,6 +92,7 @@ def resolve(args: Any) -> None:
         args.speculative_draft_attention_backend = _draft_backend(args)
     if args.max_running_requests is None:
         args.max_running_requests = DEFAULT_MAX_REQUESTS
+    _load_drafter_as_it_is(args)
     _disable_decode_graph(args)
     logger.info(
         "DFLASH2: depth %d, branching %d, %d nodes a request "
@@ -218,6 +219,15 @@ def _draft_backend(args: Any) -> str:
         return current_platform.get_default_speculative_draft_attention_backend(NAME)
     backend = args.prefill_attention_backend or args.attention_backend
     return backend if backend in support.TREE_BACKENDS else "flashinfer"
+
+
+def _load_drafter_as_it_is(args: Any) -> None:
+    """SGLang would hand the drafter the target's ``--quantization`` and load format."""
+    from sglang.srt.utils.hf_transformers_utils import check_gguf_file
+
+    args.speculative_draft_model_quantization = None
+    if args.speculative_draft_load_format is None and check_gguf_file(args.model_path):
+        args.speculative_draft_load_format = "auto"
 
 
 def _disable_decode_graph(args: Any) -> None:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
-from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
-from sglang.srt.runtime_context import get_parallel
+
+from dflash2_sglang.head import TargetHead
 
 # A two-stage top-k reads the logits once, vectorised, and then sorts K blocks of this size.
 BLOCK = 64
@@ -24,44 +24,29 @@ class Candidates(NamedTuple):
 
 
 class CandidateHead:
-    """Borrows the target's head. Under tensor parallelism each rank ranks its own shard first."""
+    """Under tensor parallelism each rank ranks its own shard first."""
 
-    def __init__(self, lm_head: Any, top_k: int, transform: Any = None) -> None:
-        self.lm_head, self.top_k = lm_head, top_k
-        self.transform = transform
-        self.tp_size = get_parallel().tp_size
-        self.use_quant_method = should_apply_lm_head_quant_method(
-            lm_head, getattr(lm_head, "quant_method", None)
-        )
-        if self.tp_size == 1:
-            self.first, self.width = 0, int(lm_head.org_vocab_size)
-        else:
-            shard = lm_head.shard_indices
-            self.first = int(shard.org_vocab_start_index)
-            self.width = int(shard.num_org_elements)
+    def __init__(self, head: TargetHead, top_k: int, transform: Any = None) -> None:
+        self.head, self.top_k, self.transform = head, top_k, transform
 
     def __call__(self, hidden: torch.Tensor, temperature: torch.Tensor | None) -> Candidates:
         """hidden [R, H]; temperature [R, 1] float32 or None for 1."""
         logits = self._logits(hidden)
-        values, index = top_k(logits, min(self.top_k, self.width))
-        if self.width < self.top_k:  # the last ranks' parts of a vocabulary may be all padding
-            missing = (0, self.top_k - self.width)
+        width = self.head.width
+        values, index = top_k(logits, min(self.top_k, width))
+        if width < self.top_k:  # the last ranks' parts of a vocabulary may be all padding
+            missing = (0, self.top_k - width)
             values, index = F.pad(values, missing, value=-torch.inf), F.pad(index, missing)
         norm = logits if temperature is None else logits / temperature
         log_norm = norm.logsumexp(-1)
-        tokens = index + self.first
-        if self.tp_size > 1:
+        tokens = index + self.head.first
+        if self.head.ranks > 1:
             values, tokens, log_norm = self._gather(values, tokens, log_norm)
         return Candidates(tokens, values, log_norm)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of this rank's part of the real vocabulary, [R, width] float32."""
-        if self.use_quant_method:
-            logits = self.lm_head.quant_method.apply(self.lm_head, hidden, None)
-        else:
-            weight = self.lm_head.weight
-            logits = hidden.to(weight.dtype) @ weight.T
-        logits = logits[:, : self.width].float()
+        logits = self.head(hidden).float()
         return logits if self.transform is None else self.transform(logits)
 
     def _gather(

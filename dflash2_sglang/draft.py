@@ -15,6 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
 
 from dflash2_sglang.candidates import CandidateHead
+from dflash2_sglang.head import TargetHead
 from dflash2_sglang.tree.build import Tree, build_tree
 from dflash2_sglang.tree.draw import Draws, lattice_heat
 from dflash2_sglang.tree.lattice import Lattice, build_lattice
@@ -35,8 +36,10 @@ class Drafting:
         self.depth, self.nodes, self.children = depth, nodes, children
         self.drafter.borrow_embedding(_target_embedding(target_model))
         width = self.config.selector_top_k if self.config.has_selector else max(children, 16)
-        self.head = CandidateHead(target_model.lm_head, width, self._transform())
         device = runner.device
+        head = TargetHead.of(target_model, self.config.vocab_size)
+        head.check(torch.ones(1, self.config.hidden_size, dtype=runner.dtype, device=device))
+        self.head = CandidateHead(head, width, self._transform())
         self.offsets = torch.arange(self.config.block_size, device=device)
         self.spec_info = make_draft_block_spec_info(
             draft_token_num=self.config.block_size, device=device

@@ -62,6 +62,15 @@ REFUSALS = (
         "drop it; the tree's own acceptance rule already follows the target's distribution",
     ),
     Refusal(
+        "--speculative-draft-model-quantization",
+        # SGLang fills it in with the target's --quantization where the user says nothing.
+        lambda args: bool(
+            args._speculative_draft_quantization_explicitly_set
+            and args.speculative_draft_model_quantization
+        ),
+        "drop it; the drafter is served in the precision of its checkpoint",
+    ),
+    Refusal(
         "--speculative-draft-window-size",
         _set("speculative_draft_window_size"),
         "drop it; the checkpoint's sliding_window applies",

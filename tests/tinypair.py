@@ -42,9 +42,13 @@ def write_target(
     vocab: int = VOCAB,
     context: int = CONTEXT,
     contextual: float = 0.35,
+    cap: float | None = None,
     seed: int = 0,
 ) -> Path:
-    """``contextual`` scales what attention and MLP add to the bigram model; 0 leaves it pure."""
+    """``contextual`` scales what attention and MLP add to the bigram model; 0 leaves it pure.
+
+    ``cap`` is the target's ``final_logit_softcapping``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
         "architectures": [architecture],
@@ -68,6 +72,8 @@ def write_target(
         "pad_token_id": PAD,
         "torch_dtype": "float32",
     }
+    if cap is not None:
+        config["final_logit_softcapping"] = cap
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     save_file(_target_weights(architecture, vocab, contextual, seed), folder / "model.safetensors")
     if vocab <= VOCAB:

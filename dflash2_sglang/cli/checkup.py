@@ -6,6 +6,8 @@ their headers, and flags go through SGLang's own argument pipeline, which ends b
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -22,6 +24,7 @@ PACKAGES = (
     "numpy",
 )
 RESOLVED = (
+    "speculative_algorithm",
     "device",
     "dtype",
     "kv_cache_dtype",
@@ -40,6 +43,7 @@ RESOLVED = (
 )
 DTYPE_BYTES = {"float32": 4, "float": 4, "auto": 2, "bfloat16": 2, "half": 2, "float16": 2}
 KV_BYTES = {"fp8_e5m2": 1, "fp8_e4m3": 1}
+WEIGHTS = ("*.safetensors", "*.gguf", "*.bin")
 
 
 @dataclass
@@ -87,7 +91,7 @@ def device(found: Checkup) -> None:
 
     on_cpu = isinstance(current_platform, CpuPlatform)
     found.sections["device"] = {
-        "accelerators": accelerators() or None,
+        "accelerators": [f"{name}, {size / 2**30:.0f} GiB" for name, size in accelerators()],
         "processor": processor(),
         "memory_gib": round(host_memory() / 2**30, 1),
         "platform": "CPU platform of this package" if on_cpu else type(current_platform).__name__,
@@ -97,8 +101,8 @@ def device(found: Checkup) -> None:
     }
 
 
-def accelerators() -> list[str]:
-    """Names and memory of NVIDIA devices, asked of the driver without opening them."""
+def accelerators() -> list[tuple[str, int]]:
+    """Names and bytes of memory of NVIDIA devices, asked of the driver without opening them."""
     try:
         import pynvml
 
@@ -108,8 +112,8 @@ def accelerators() -> list[str]:
     found = []
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        total = pynvml.nvmlDeviceGetMemoryInfo(handle).total
-        found.append(f"{pynvml.nvmlDeviceGetName(handle)}, {total / 2**30:.0f} GiB")
+        total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        found.append((str(pynvml.nvmlDeviceGetName(handle)), total))
     pynvml.nvmlShutdown()
     return found
 
@@ -152,16 +156,20 @@ def launch(found: Checkup, flags: list[str], context: int, batch: int) -> None:
     if "--speculative-algorithm" not in flags:
         flags += ["--speculative-algorithm", "DFLASH2"]
     load_plugins()
+    said = io.StringIO()
     try:
-        args = prepare_server_args(flags)
+        with contextlib.redirect_stderr(said):
+            args = prepare_server_args(flags)
         args.resolve_once()
         view = resolving_view(args)
         target = model_config_of(args)
     except SystemExit:
-        found.problems.append("SGLang does not know these flags; its own message says which.")
+        reason = said.getvalue().strip().rpartition("\n")[2].partition("error: ")[2]
+        found.problems.append(f"SGLang does not take these flags: {reason or 'see above'}.")
         return
     except Exception as error:  # whatever a launch would die of
-        found.problems.append(str(error))
+        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        found.problems.append(f"{name}{error}")
         return
     found.sections["launch"] = {name: getattr(view, name, None) for name in RESOLVED}
     if view.speculative_algorithm != "DFLASH2":
@@ -186,31 +194,75 @@ def pair(found: Checkup, view: Any, target: Any, context: int, batch: int) -> No
         "convolution": f"{draft.conv_kernel_size} taps" if draft.has_conv else None,
         "selector": f"rank {draft.selector_rank}" if draft.has_selector else None,
     }
+    cap = getattr(target.hf_text_config, "final_logit_softcapping", None)
+    if cap and draft.final_logit_softcapping is None:
+        found.notes.append(
+            f"The target caps its logits (final_logit_softcapping={cap}) and the drafter's config.json "
+            "says nothing of it: drafts are ranked without the cap."
+        )
+    memory(found, view, target, draft, context, batch)
+
+
+def memory(found: Checkup, view: Any, target: Any, draft: Any, context: int, batch: int) -> None:
+    """What one rank needs for ``batch`` requests of ``context`` tokens each, activations aside."""
+    ranks = view.tp_size
     width = KV_BYTES.get(view.kv_cache_dtype, DTYPE_BYTES.get(view.dtype, 2))
-    heads = target.get_num_kv_heads(view.tp_size)
-    target_kv = 2 * target.num_hidden_layers * heads * target.head_dim * width
-    draft_heads = max(1, draft.num_kv_heads // view.tp_size)
-    draft_kv = 2 * draft.num_layers * draft_heads * draft.head_dim * width
-    rows = batch * int(view.speculative_num_draft_tokens)
-    logits = 4 * rows * target.vocab_size // view.tp_size
-    weights = [_weight_bytes(p) for p in (view.model_path, view.speculative_draft_model_path)]
-    total = sum(w or 0 for w in weights) // view.tp_size + (target_kv + draft_kv) * context * batch
-    found.sections["memory a rank"] = {
-        "target_weights_gib": _gib(weights[0], view.tp_size),
-        "draft_weights_gib": _gib(weights[1], view.tp_size),
-        "target_kv_bytes_a_token": target_kv,
-        "draft_kv_bytes_a_token": draft_kv,
-        "verify_logits_mib": round(logits / 2**20, 1),
-        f"all_gib at {batch} x {context} tokens": round((total + logits) / 2**30, 2),
+    target_kv = 2 * target.num_hidden_layers * target.get_num_kv_heads(ranks) * target.head_dim
+    draft_kv = 2 * draft.num_layers * max(1, draft.num_kv_heads // ranks) * draft.head_dim
+    kv = (target_kv + draft_kv) * width * context * batch
+    logits = 4 * batch * int(view.speculative_num_draft_tokens) * target.vocab_size
+    weights = [weight_bytes(p) for p in (view.model_path, view.speculative_draft_model_path)]
+    held = sum(size or 0 for size in weights) // ranks
+    there = rank_memory(ranks)
+    found.sections["memory of a rank"] = {
+        "requests": batch,
+        "tokens_each": context,
+        "target_weights_gib": _gib(weights[0], ranks),
+        "draft_weights_gib": _gib(weights[1], ranks),
+        "target_kv_bytes_per_token": target_kv * width,
+        "draft_kv_bytes_per_token": draft_kv * width,
+        "kv_gib": _gib(kv),
+        "logits_gib": _gib(logits),
+        "total_gib": _gib(held + kv + logits),
+        "available_gib": _gib(there),
     }
+    if None in weights:
+        found.notes.append(
+            "Weights that are not on this machine yet are not counted in the memory."
+        )
+    if held > there:
+        found.problems.append(
+            f"The weights need {_gib(held)} GiB a rank and there are {_gib(there)}: raise --tp-size, or "
+            "use a smaller or quantised target."
+        )
+    elif held + kv + logits > there:
+        found.notes.append(
+            f"{batch} requests of {context} tokens need more memory than there is; SGLang will keep fewer "
+            "tokens in its cache, and requests will wait for each other."
+        )
 
 
-def _weight_bytes(path: str) -> int | None:
-    """Of a local checkpoint; None for a name on the hub, whose files are elsewhere."""
+def weight_bytes(path: str) -> int | None:
+    """Of a checkpoint folder, a GGUF file, or a name on the hub that was downloaded before; else None."""
     folder = Path(path)
-    files = list(folder.glob("*.safetensors")) if folder.is_dir() else []
-    return sum(file.stat().st_size for file in files) or None
+    if folder.is_file():
+        return folder.stat().st_size
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(path, local_files_only=True))
+        except Exception:  # not here, or no such name
+            return None
+    sizes = [f.stat().st_size for kind in WEIGHTS for f in folder.glob(kind)]
+    return sum(sizes) or None
 
 
-def _gib(size: int | None, ranks: int) -> float | None:
-    return None if size is None else round(size / ranks / 2**30, 2)
+def rank_memory(ranks: int) -> int:
+    """Of one accelerator, or of this machine shared by the ranks; in bytes."""
+    totals = [total for _, total in accelerators()]
+    return min(totals[:ranks]) if totals else host_memory() // ranks
+
+
+def _gib(size: int | None, ranks: int = 1) -> float | None:
+    return None if size is None else round(size / ranks / 2**30, 3)

@@ -49,19 +49,23 @@ def _record(found: Checkup) -> dict[str, Any]:
 
 
 def _print(found: Checkup) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
+    """The same for people; nothing is wrapped or cut, so that names can be copied."""
     for title, record in found.sections.items():
-        table = Table(title=title, title_justify="left", show_header=False, box=None)
+        print(title)
+        width = max(map(len, record))
         for name, value in record.items():
-            shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            table.add_row(name, "-" if value is None else shown)
-        console.print(table)
-        console.print()
+            print(f"  {name:{width}}  {_shown(value)}")
+        print()
     for note in found.notes:
-        console.print(f"note: {note}", markup=False)
+        print(f"note: {note}")
     for problem in found.problems:
-        console.print(f"problem: {problem}", markup=False)
-    console.print("DFLASH2 cannot serve this." if found.problems else "DFLASH2 can serve.")
+        print(f"problem: {problem}")
+    print("DFLASH2 cannot serve this." if found.problems else "DFLASH2 can serve.")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "-"
+    return "-" if value is None else str(value)

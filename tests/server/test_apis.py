@@ -215,6 +215,19 @@ def test_hidden_states(bare_servers: Both) -> None:
     assert acceptance(answers) > 1.5
 
 
+def test_hidden_states_of_sampled_tokens(bare_servers: Both) -> None:
+    """Those that plain decoding computes when it reads the same tokens."""
+    tree, plain = bare_servers
+    wanted = {"return_hidden_states": True}
+    for prompt in prompts()[3:7]:
+        drawn = tree.ask(prompt, wanted, temperature=1.3, max_new_tokens=24, ignore_eos=True)
+        tokens, states = drawn["output_ids"], drawn["meta_info"]["hidden_states"]
+        read = plain.ask(prompt + tokens[:-1], wanted, max_new_tokens=1)["meta_info"]
+        assert len(tokens) == 24
+        assert_agree([*states[0], *states[1:]], read["hidden_states"][0])
+        assert acceptance([drawn]) > 1.05
+
+
 def test_logprobs_before_the_temperature(bare_servers: Both, pairs: Pairs) -> None:
     tree, plain = bare_servers
     model = Exact(pairs.target()).model
@@ -232,7 +245,7 @@ def test_logprobs_before_the_temperature(bare_servers: Both, pairs: Pairs) -> No
 
 
 def test_what_needs_a_tokenizer_is_refused(bare_servers: Both) -> None:
-    for parameters in ({"stop": ["a"]}, {"stop_regex": ["a+"]}):
+    for parameters in ({"stop": ["a"]}, {"stop_regex": ["a+"]}, {"min_new_tokens": 2}):
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3, **parameters}}
         ours, theirs = (server.post("/generate", body) for server in bare_servers)
         assert ours.status_code == theirs.status_code == 400

@@ -87,7 +87,9 @@ def test_stop_tokens_and_the_length_limit(
             if limit > 0:
                 options = {"stop_token_ids": [stop], "max_new_tokens": limit, "ignore_eos": False}
                 asked.append((PROMPTS[number], options))
-    both(plain_server, tree_server, asked)
+    answers = both(plain_server, tree_server, asked)
+    reasons = {answer["meta_info"]["finish_reason"]["type"] for answer in answers}
+    assert reasons == {"stop", "length"}
 
 
 def test_short_limits(plain_server: Server, tree_server: Server, free_run: Answers) -> None:

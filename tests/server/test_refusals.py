@@ -84,6 +84,11 @@ def test_trees(resolve: Resolve, flags: str, tree: tuple[int, int, int]) -> None
     assert view.max_running_requests == 48
 
 
+def test_the_drafter_is_not_quantised_with_the_target(resolve: Resolve) -> None:
+    for flags in ("--quantization fp8", "--speculative-draft-model-quantization unquant"):
+        assert resolve(*flags.split()).speculative_draft_model_quantization is None
+
+
 def test_the_users_limit_of_requests_is_kept(resolve: Resolve) -> None:
     assert resolve("--max-running-requests", "7").max_running_requests == 7
 
@@ -109,6 +114,7 @@ ASKED = {
     "--enable-mixed-chunk": "--enable-mixed-chunk",
     "--enable-watermark": "--enable-watermark",
     "--speculative-use-rejection-sampling": "--speculative-use-rejection-sampling",
+    "--speculative-draft-model-quantization": "--speculative-draft-model-quantization fp8",
     "--speculative-draft-window-size": "--speculative-draft-window-size 64",
     "--speculative-dflash-block-size": "--speculative-dflash-block-size 8",
     "--speculative-accept-threshold-single": "--speculative-accept-threshold-single 0.5",

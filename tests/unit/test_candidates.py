@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash2_sglang import candidates
+from dflash2_sglang import candidates, head
 from dflash2_sglang.candidates import BLOCK, CandidateHead, first_argmax, top_k
 
 
@@ -93,10 +93,10 @@ class FakeHead:
 
 
 def make_head(
-    monkeypatch: pytest.MonkeyPatch, head: FakeHead, k: int, ranks: int = 1, **options: Any
+    monkeypatch: pytest.MonkeyPatch, fake: FakeHead, k: int, ranks: int = 1, **options: Any
 ) -> CandidateHead:
-    monkeypatch.setattr(candidates, "get_parallel", lambda: SimpleNamespace(tp_size=ranks))
-    return CandidateHead(head, k, **options)
+    monkeypatch.setattr(head, "get_parallel", lambda: SimpleNamespace(tp_size=ranks))
+    return CandidateHead(head.TargetHead(fake), k, **options)
 
 
 @pytest.mark.parametrize("words", [50, 64, 200, 3333])
@@ -115,10 +115,10 @@ def test_temperature_and_transform(monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(3)
     weight, hidden = torch.randn(90, 8, generator=g), torch.randn(2, 8, generator=g)
     heat = torch.tensor([[0.5], [2.0]])
-    head = make_head(
+    capped = make_head(
         monkeypatch, FakeHead(weight, 90), 5, transform=lambda x: 3 * torch.tanh(x / 3)
     )
-    found = head(hidden, heat)
+    found = capped(hidden, heat)
     logits = 3 * torch.tanh(hidden @ weight.T / 3)
     assert torch.allclose(found.logits, logits.topk(5).values, atol=1e-5)
     assert torch.allclose(found.log_norm, (logits / heat).logsumexp(-1), atol=1e-5)

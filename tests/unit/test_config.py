@@ -180,7 +180,7 @@ def test_a_flat_speculators_config() -> None:
 
 
 def test_harmless_values_of_refused_fields() -> None:
-    config.parse(
+    harmless = config.parse(
         qwen(
             sample_from_anchor=False,
             projector_type="dflash",
@@ -190,6 +190,7 @@ def test_harmless_values_of_refused_fields() -> None:
             quantization_config={},
         )
     )
+    assert harmless == config.parse(qwen())
 
 
 def test_load_names_the_file(tmp_path: Path) -> None:

@@ -43,6 +43,12 @@ ASKED: dict[str, list[dict[str, Any]]] = {
         {"enable_dp_attention": True},
     ],
     "--rl-on-policy-target": [{"rl_on_policy_target": "fsdp"}],
+    "--speculative-draft-model-quantization": [
+        {
+            "speculative_draft_model_quantization": "fp8",
+            "_speculative_draft_quantization_explicitly_set": True,
+        }
+    ],
     "--speculative-draft-window-size": [{"speculative_draft_window_size": 64}],
     "--speculative-dflash-block-size": [{"speculative_dflash_block_size": 8}],
     "--speculative-accept-threshold-single or -acc below 1": [
@@ -62,9 +68,18 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
+def refusal(args: Arguments) -> str | None:
+    """What is said against these settings."""
+    try:
+        refuse_settings(args)
+        refuse_backends(args)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def test_nothing_special_is_served() -> None:
-    refuse_settings(arguments())
-    refuse_backends(arguments())
+    assert refusal(arguments()) is None
 
 
 @pytest.mark.parametrize(("setting", "change"), cases(), ids=lambda value: str(value))
@@ -83,6 +98,7 @@ def test_settings(setting: str, change: dict[str, Any]) -> None:
         {"pp_size": 1},
         {"disaggregation_mode": "null"},
         {"attn_dp_size": 1},
+        {"speculative_draft_model_quantization": "fp8"},  # of the target, filled in by SGLang
         {"lora_paths": []},
         {"speculative_accept_threshold_single": 1.0},
         {"tp_size": 4, "dp_size": 2},
@@ -92,7 +108,7 @@ def test_settings(setting: str, change: dict[str, Any]) -> None:
     ids=str,
 )
 def test_what_is_not_refused(change: dict[str, Any]) -> None:
-    refuse_settings(arguments(**change))
+    assert refusal(arguments(**change)) is None
 
 
 FLAGS = [
@@ -106,7 +122,7 @@ FLAGS = [
 @pytest.mark.parametrize("flag", FLAGS)
 def test_backends(flag: str) -> None:
     for backend in TREE_BACKENDS:
-        refuse_backends(arguments(**{flag: backend}))
+        assert refusal(arguments(**{flag: backend})) is None
     for backend in ("torch_native", "trtllm_mha", "intel_amx", "aiter"):
         with pytest.raises(ValueError, match="cannot mask a tree") as caught:
             refuse_backends(arguments(**{flag: backend}))
