@@ -145,13 +145,12 @@ def mixed_walk(
     random_coins: Tensor | None = None,
 ) -> Walk:
     """See `tree.accept.mixed_walk`."""
-    tree = (tokens, parent, mask, depth)
-    rest = (target_next, target_probs, coins, final_coins, is_greedy, max_depth)
+    parts = (tokens, parent, mask, depth, target_next, target_probs, coins, final_coins, is_greedy)
     if not (uses_triton(tokens) and tokens.shape[1] <= MOST_NODES):
-        return accept.mixed_walk(*tree, *rest, proposal, random_coins)
+        return accept.mixed_walk(*parts, max_depth, proposal, random_coins)
     from dflash2_sglang.kernels import walk as triton
 
-    return triton.mixed_walk(*tree, *rest, proposal, random_coins)
+    return triton.mixed_walk(*parts, max_depth, proposal, random_coins)
 
 
 def convolve(x: Tensor, delta: Tensor, base: Tensor, side: int, block_size: int) -> Tensor:
