@@ -31,7 +31,7 @@ def test_lattice(s: Sizes, seed: int, dtype: torch.dtype, heated: bool, from_cod
     require_close(lattice_pair(Maker(seed), s, dtype, heated, source), 2e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(sizes(), st.integers(0, 999), st.booleans())
 def test_without_a_selector(s: Sizes, seed: int, heated: bool) -> None:
     pair = lattice_pair(Maker(seed), s, torch.float32, heated, "none")
