@@ -78,6 +78,7 @@ class Maker:
         if kind == "broken":
             values = values.masked_fill(self.uniform(*shape) < 0.3, torch.nan)
             values = values.masked_fill(self.uniform(*shape) < 0.1, torch.inf)
+            values = values.masked_fill(self.uniform(*shape) < 0.2, 1e-7)  # a rounded softmax
         values[:, 0] = values[:, 0, :1].clone()
         return Lattice(self.tokens(s), values)
 
@@ -106,12 +107,12 @@ class Maker:
         logits = torch.randn(shape, generator=self.generator).to(self.device)
         above = t.parent.clamp(min=0)
         rows = torch.arange(s.batch, device=self.device).unsqueeze(1)
-        logits[rows, above, t.tokens] += 6 + 2 * self.normal(s.batch, s.nodes)
+        logits[rows, above, t.tokens] += 3 + 3 * self.normal(s.batch, s.nodes)
         return logits.softmax(-1)
 
     def proposal(self, s: Sizes, t: tree.Tree, target: Tensor, exact: bool) -> Proposal:
-        """About half the nodes that have children have a random one."""
-        has = (t.first_child >= 0) & (self.uniform(s.batch, s.nodes) < 0.5)
+        """Most nodes that have children have a random one."""
+        has = (t.first_child >= 0) & (self.uniform(s.batch, s.nodes) < 0.8)
         flat = torch.zeros(s.batch, s.nodes + 1, dtype=torch.bool, device=self.device)
         random = flat.scatter_(1, torch.where(has, t.first_child, s.nodes), True)[:, : s.nodes]
         words = target.topk(s.width).indices
@@ -184,7 +185,7 @@ def sampled_pair(
     wide = probs.float() if dtype == torch.bfloat16 else probs
     coins = m.uniform(s.batch, 2 * depth + 1)
     if exact:
-        coins = (coins * 64).floor() / 64
+        coins = (coins * 16).floor() / 16  # often on the edge of a child
     drawn = (coins[:, :depth], coins[:, -1])
     rest = (proposal, coins[:, depth:-1]) if random else (None, None)
     nodes = (t.tokens, t.parent, t.mask, t.depth)

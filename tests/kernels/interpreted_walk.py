@@ -82,6 +82,18 @@ def test_nothing_left_to_draw_from_gives_the_likeliest() -> None:
     assert all(torch.equal(x, y) for x, y in zip(ours, tree.sampling_walk(*parts), strict=True))
 
 
+def test_a_coin_on_the_edge_between_two_blocks_of_the_vocabulary() -> None:
+    """The word before the edge ends at the coin, so the draw is the first one after it."""
+    tokens, parent = torch.tensor([[0, 4096]]), torch.tensor([[-1, 0]])
+    t = tree.build.assemble(tokens, parent, torch.zeros(1, 2), 1)
+    probs = torch.full((1, 2, 4097), 2.0**-12)
+    half = torch.tensor([[0.5]])
+    parts = (t.tokens, t.parent, t.mask, t.depth, probs, half, half[0], 1)
+    ours = kernels.sampling_walk(*parts)
+    assert (ours.length.tolist(), ours.next_token.tolist()) == ([1], [2048])
+    assert all(torch.equal(x, y) for x, y in zip(ours, tree.sampling_walk(*parts), strict=True))
+
+
 def test_no_requests() -> None:
     empty = Sizes(0, 3, 4, 5, 4)
     require_equal(greedy_pair(Maker(0), empty, "random"))
