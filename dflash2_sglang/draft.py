@@ -39,6 +39,7 @@ class Drafting:
         self.head = CandidateHead(target_model.lm_head, width, self._transform())
         device = runner.device
         self.offsets = torch.arange(self.config.block_size, device=device)
+        kernels.uses_triton(self.offsets)  # refuses a wrong switch now, not in the first round
         self.spec_info = make_draft_block_spec_info(
             draft_token_num=self.config.block_size, device=device
         )

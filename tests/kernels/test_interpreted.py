@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_cases import Maker, Sizes
 
 import dflash2_sglang
-from dflash2_sglang import kernels
+from dflash2_sglang import kernels, tree
+from dflash2_sglang.kernels import floors
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -106,3 +108,41 @@ def test_a_cpu_uses_torch_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("DFLASH2_KERNELS", "cuda")
     with pytest.raises(ValueError, match=r"auto, torch or triton.*'cuda'"):
         kernels.uses_triton(here)
+
+
+def test_floors_count_the_bytes_of_the_tensors() -> None:
+    """Of calls that must read and write all of their tensors, apart from rows that are looked up."""
+    m, s = Maker(0), Sizes(3, 5, 4, 9, 3, rank=24, channels=48, group=8, taps=2, block=8)
+    t = m.tree(s)
+    found = tree.greedy_walk(t.tokens, t.parent, t.mask, t.depth, t.tokens, 8)
+    tensors = (t.tokens, t.parent, t.mask, t.depth, t.tokens, *found)
+    assert floors.greedy_walk(3, 9, 9).bytes == sum(x.nbytes for x in tensors)
+
+    best = tree.build_tree(m.lattice(s, "random"), t.tokens[:, 0], 9, 3)
+    rows, looked_up = 3 * 9 * 4 * 4, 3 * 8 * floors.SECTOR
+    written = sum(x.nbytes for x in best[:-1])
+    assert floors.tree(3, 4, 9).bytes == rows + looked_up + 3 * 8 + written
+
+    x, delta, base = m.normal(24, 48), m.normal(24, 2, 2, 6), m.normal(2, 2, 48)
+    out = tree.convolve(x, delta, base, 1, 8)
+    moved = x.nbytes + out.nbytes + delta.nbytes // 2 + base.nbytes // 2
+    assert floors.convolve(3, 8, 48, 2, 6, itemsize=4).bytes == moved
+
+    tokens, unary, norm = m.tokens(s), m.normal(3, 5, 4), m.normal(3, 5)
+    made = tree.build_lattice(tokens, unary, norm, None, m.normal(3, 5, 4, 4)).log_probs
+    codes = 3 * (5 + 1 + 9 * 4) * 24 * 4  # hidden, the anchor's, and of both codebooks
+    given = tokens.nbytes + unary.nbytes + norm.nbytes + 3 * 8
+    assert floors.lattice(3, 5, 4, 24, itemsize=4).bytes == given + codes + made.nbytes
+    one_row = tree.build_lattice(tokens, unary, norm).log_probs[:, :, :1].contiguous()
+    least = tokens.nbytes + unary.nbytes + norm.nbytes + one_row.nbytes
+    assert floors.plain_lattice(3, 5, 4).bytes == least
+
+    plain, drawn = floors.sampling_walk(3, 9, 9, 300), floors.sampling_walk(3, 9, 9, 300, K=4)
+    assert plain.bytes == 3 * (9 * (3 * 8 + 9 + 32) + 2 * 9 * 4 + 300 * 4 + 11 * 8)
+    assert drawn.bytes - plain.bytes == 3 * 9 * (1 + 4 * (8 + 4 + 32))
+
+
+def test_a_floor_is_the_slower_of_memory_and_arithmetic() -> None:
+    floor = floors.Floor(bytes=1000, operations=4000, launches=3)
+    assert floor.seconds(bandwidth=100.0, rate=1000.0) == 10
+    assert floor.seconds(bandwidth=1000.0, rate=1000.0, launch=2.0) == 10
