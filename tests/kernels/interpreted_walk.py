@@ -18,7 +18,7 @@ SHAPES = ["random", "chain", "best"]
 def sizes(draw: st.DrawFn, most: int = 128) -> Sizes:
     width, depth = draw(st.integers(4, 32)), draw(st.integers(3, 31))
     nodes = draw(st.integers(2, most))
-    batch = draw(st.integers(1, max(1, min(64, 128 // nodes))))
+    batch = draw(st.integers(1, max(1, min(64, most // nodes))))
     return Sizes(batch, depth, width, nodes, width, vocab=draw(st.integers(nodes + 32, 400)))
 
 
