@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
-from dflash2_sglang import seeds
+from dflash2_sglang import kernels, seeds
 from dflash2_sglang.candidates import first_argmax
 from dflash2_sglang.penalties import to_device
 from dflash2_sglang.state import TreeVerifyInput
-from dflash2_sglang.tree import accept
+from dflash2_sglang.tree.accept import Walk
 from dflash2_sglang.tree.filters import filtered_probs
 
 
@@ -32,7 +32,7 @@ def accept_tree(
     best = first_argmax(logits).view(tree.tokens.shape)
     chosen, is_fixed = _seeded(verify, batch, logits, best)
     if is_fixed is None:
-        walk = accept.greedy_walk(tree.tokens, tree.parent, tree.mask, tree.depth, chosen, depth)
+        walk = kernels.greedy_walk(tree.tokens, tree.parent, tree.mask, tree.depth, chosen, depth)
         predict = chosen.flatten().int()
     else:
         walk = _sampled(tree, logits, chosen, info, depth, is_fixed)
@@ -77,7 +77,7 @@ def _sampled(
     info: Any,
     depth: int,
     is_fixed: torch.Tensor,
-) -> accept.Walk:
+) -> Walk:
     batch_size, nodes = tree.tokens.shape
     probs = filtered_probs(
         logits.view(batch_size, nodes, -1),
@@ -88,7 +88,7 @@ def _sampled(
         max_top_k=int(info.top_ks.max()) if logits.is_cpu else None,
     )
     coins = torch.rand(batch_size, 2 * depth + 1, device=logits.device)
-    return accept.mixed_walk(
+    return kernels.mixed_walk(
         tree.tokens,
         tree.parent,
         tree.mask,
@@ -104,7 +104,7 @@ def _sampled(
     )
 
 
-def _following(tokens: torch.Tensor, walk: accept.Walk) -> torch.Tensor:
+def _following(tokens: torch.Tensor, walk: Walk) -> torch.Tensor:
     """The token after each node of the path, 0 elsewhere; [B * N] int32."""
     batch_size, nodes = tokens.shape
     after = tokens.gather(1, walk.path.roll(-1, 1).clamp_min(0))

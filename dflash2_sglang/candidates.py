@@ -78,10 +78,7 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     On a CPU in two stages: the k best tokens lie in the k blocks with the best maxima.
     """
     if logits.is_cuda:
-        from flashinfer import top_k as radix_top_k
-
-        values, index = radix_top_k(logits, k, sorted=True, deterministic=True)
-        return values, index.long()
+        return radix_top_k(logits, k)
     rows, width = logits.shape
     whole = width // BLOCK
     if whole < 2 * k:
@@ -95,3 +92,14 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         index = torch.cat((index, tail), -1)
     values, order = logits.gather(1, index).topk(k, dim=-1)
     return values, index.gather(1, order)
+
+
+def radix_top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """flashinfer's: one read of the logits, equal values in the same order every time.
+
+    It refuses rows that do not follow one another, as those of a float32 head without its padding.
+    """
+    import flashinfer
+
+    values, index = flashinfer.top_k(logits.contiguous(), k, sorted=True, deterministic=True)
+    return values, index.long()

@@ -14,11 +14,12 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
 
+from dflash2_sglang import kernels
 from dflash2_sglang.candidates import CandidateHead
 from dflash2_sglang.head import TargetHead
-from dflash2_sglang.tree.build import Tree, build_tree
+from dflash2_sglang.tree.build import Tree
 from dflash2_sglang.tree.draw import Draws, lattice_heat
-from dflash2_sglang.tree.lattice import Lattice, build_lattice
+from dflash2_sglang.tree.lattice import Lattice
 
 
 class Drafting:
@@ -41,6 +42,7 @@ class Drafting:
         head.check(torch.ones(1, self.config.hidden_size, dtype=runner.dtype, device=device))
         self.head = CandidateHead(head, width, self._transform())
         self.offsets = torch.arange(self.config.block_size, device=device)
+        kernels.uses_triton(self.offsets)  # refuses a wrong switch now, not in the first round
         self.spec_info = make_draft_block_spec_info(
             draft_token_num=self.config.block_size, device=device
         )
@@ -57,7 +59,7 @@ class Drafting:
         """anchor [B] int64; slots [B, >= G] int64, the requests' KV slots from seq_lens on."""
         lattice = self._lattice(batch, anchor, self._block(batch, anchor, slots))
         draws = self._draws(batch, anchor.shape[0], anchor.device)
-        return build_tree(lattice, anchor, self.nodes, self.children, draws), lattice
+        return kernels.build_tree(lattice, anchor, self.nodes, self.children, draws), lattice
 
     def _draws(self, batch: Any, size: int, device: Any) -> Draws | None:
         """Coins for random children; None where no request can use one."""
@@ -107,15 +109,11 @@ class Drafting:
         per_row = None if temperature is None else temperature.repeat_interleave(depth)[:, None]
         found = self.head(hidden.reshape(size * depth, -1), per_row)
         tokens = found.tokens.view(size, depth, -1)
+        unary, log_norm = found.logits.view(size, depth, -1), found.log_norm.view(size, depth)
         selector = self.drafter.candidate_selector
-        pair = None if selector is None else selector.pair_scores(hidden, anchor, tokens)
-        return build_lattice(
-            tokens,
-            found.logits.view(size, depth, -1),
-            found.log_norm.view(size, depth),
-            temperature,
-            pair,
-        )
+        if selector is None:
+            return kernels.build_lattice(tokens, unary, log_norm, temperature)
+        return selector.lattice(hidden, anchor, tokens, unary, log_norm, temperature)
 
 
 def _target_embedding(target_model: Any) -> Callable[[torch.Tensor], torch.Tensor]:

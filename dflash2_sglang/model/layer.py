@@ -76,5 +76,5 @@ def _between(
 ) -> Tensor:
     if conv is None:
         return sublayer(x)
-    x, kernels = conv.prepare(x)
-    return conv.finish(sublayer(x), kernels)
+    x, delta = conv.prepare(x)
+    return conv.finish(sublayer(x), delta)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from sglang.srt.layers.linear import ReplicatedLinear
 from torch import Tensor, nn
 
+from dflash2_sglang import kernels
 from dflash2_sglang.config import DrafterConfig
-from dflash2_sglang.tree import lattice
+from dflash2_sglang.tree.lattice import Lattice, code_scores
 
 
 class CandidateSelector(nn.Module):
@@ -38,10 +38,18 @@ class CandidateSelector(nn.Module):
         anchor  [B]        the committed token before position 0: predecessor of all rows there
         tokens  [B, D, K]  candidates of each position
         """
-        first = anchor.view(-1, 1, 1).expand(-1, 1, tokens.shape[-1])
-        predecessors = torch.cat((first, tokens[:, :-1]), 1)
-        return lattice.pair_scores(
-            self.project(hidden).float(),
-            F.embedding(predecessors, self.predecessor_codebook),
-            F.embedding(tokens, self.successor_codebook).float(),
-        )
+        codes = self.project(hidden), self.predecessor_codebook, self.successor_codebook
+        return code_scores(tokens, anchor, *codes)
+
+    def lattice(
+        self,
+        hidden: Tensor,
+        anchor: Tensor,
+        tokens: Tensor,
+        unary: Tensor,
+        log_norm: Tensor,
+        temperature: Tensor | None,
+    ) -> Lattice:
+        """The lattice of these scores: see `pair_scores` and `tree.lattice.build_lattice`."""
+        codes = self.project(hidden), self.predecessor_codebook, self.successor_codebook
+        return kernels.selector_lattice(tokens, unary, log_norm, temperature, anchor, *codes)

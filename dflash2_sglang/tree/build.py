@@ -66,7 +66,7 @@ def build_tree(
     Exact although each level keeps few nodes: a node dropped from a level has num_nodes - 1 better
     nodes before it, all of which precede its descendants as well.
     """
-    _check_sizes(lattice, num_nodes, max_children)
+    check_sizes(lattice, num_nodes, max_children)
     if draws is None:
         levels = search(lattice, num_nodes, max_children)
         return _select(levels, lattice.tokens, anchor, num_nodes)[0]
@@ -113,7 +113,7 @@ def links(parent: Tensor) -> tuple[Tensor, Tensor]:
     return first_child[:, :nodes], next_sibling
 
 
-def _check_sizes(lattice: Lattice, num_nodes: int, max_children: int) -> None:
+def check_sizes(lattice: Lattice, num_nodes: int, max_children: int) -> None:
     batch, depth, width = lattice.tokens.shape
     if lattice.log_probs.shape != (batch, depth, width, width):
         raise ValueError(

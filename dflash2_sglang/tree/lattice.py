@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 
 class Lattice(NamedTuple):
@@ -41,6 +43,29 @@ def pair_scores(hidden_codes: Tensor, predecessor_codes: Tensor, successor_codes
     returns            [B, D, K, K]  score of (predecessor a, successor c)
     """
     return (predecessor_codes * hidden_codes.unsqueeze(-2)) @ successor_codes.transpose(-1, -2)
+
+
+def code_scores(
+    tokens: Tensor,
+    anchor: Tensor,
+    hidden_codes: Tensor,
+    predecessors: Tensor,
+    successors: Tensor,
+) -> Tensor:
+    """`pair_scores` of candidates, their codes looked up; [B, D, K, K] float32.
+
+    tokens        [B, D, K]  int64 candidate ids
+    anchor        [B]        int64, the predecessor of position 0
+    hidden_codes  [B, D, r]  see `pair_scores`
+    predecessors, successors  [V, r]  codebooks A and B of the vocabulary
+    """
+    first = anchor.view(-1, 1, 1).expand(-1, 1, tokens.shape[-1])
+    before = torch.cat((first, tokens[:, :-1]), 1)
+    return pair_scores(
+        hidden_codes.float(),
+        embedding(before, predecessors),
+        embedding(tokens, successors).float(),
+    )
 
 
 def build_lattice(
@@ -73,3 +98,18 @@ def build_lattice(
     log_mass = (unary.logsumexp(-1) - log_norm.float()).clamp_(max=0)
     log_probs = scores.log_softmax(-1) + log_mass[..., None, None]
     return Lattice(tokens, log_probs.expand(*unary.shape, unary.shape[-1]))
+
+
+def selector_lattice(
+    tokens: Tensor,
+    unary: Tensor,
+    log_norm: Tensor,
+    temperature: Tensor | None,
+    anchor: Tensor,
+    hidden_codes: Tensor,
+    predecessors: Tensor,
+    successors: Tensor,
+) -> Lattice:
+    """`build_lattice` with the scores of `code_scores`; see both for the arguments."""
+    pair = code_scores(tokens, anchor, hidden_codes, predecessors, successors)
+    return build_lattice(tokens, unary, log_norm, temperature, pair)

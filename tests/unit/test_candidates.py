@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash2_sglang import candidates, head
-from dflash2_sglang.candidates import BLOCK, CandidateHead, first_argmax, top_k
+from dflash2_sglang.candidates import BLOCK, CandidateHead, first_argmax, radix_top_k, top_k
 
 
 def check(logits: torch.Tensor, k: int) -> None:
@@ -151,3 +152,22 @@ def test_ranks_together(monkeypatch: pytest.MonkeyPatch, words: int, ranks: int)
     assert torch.equal(found.tokens, logits.topk(k).indices)
     assert torch.allclose(found.logits, logits.topk(k).values, atol=1e-5)
     assert torch.allclose(found.log_norm, (logits / heat).logsumexp(-1), atol=1e-5)
+
+
+def test_flashinfer_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own signature, and rows that follow one another, which its kernel requires."""
+    flashinfer = pytest.importorskip("flashinfer")
+    signature = inspect.signature(flashinfer.top_k)
+
+    def stand_in(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        given = signature.bind(*args, **kwargs).arguments
+        assert given["input"].is_contiguous() and given["sorted"] and given["deterministic"]
+        values, index = given["input"].topk(given["k"])
+        return values, index.int()
+
+    monkeypatch.setattr(flashinfer, "top_k", stand_in)
+    cut = torch.randn(3, 80)[:, :70]
+    values, index = radix_top_k(cut, 5)
+    assert index.dtype == torch.int64
+    assert torch.equal(cut.gather(1, index), values)
+    assert torch.equal(values, cut.topk(5).values)
