@@ -87,8 +87,8 @@ def test_index_and_readme_give_the_same_commands() -> None:
 
 def test_readme_leads_to_what_exists() -> None:
     """Paths of this repository, in code type or as the target of a link."""
-    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     folders = "dflash2_sglang|docs|launch|patches|tests"
     named = re.findall(rf"[`(]((?:{folders})/[\w./-]*)[`)]", text)
-    assert len(named) >= 5
+    assert len(named) >= 10
     assert [path for path in named if not (ROOT / path).exists()] == []

@@ -52,7 +52,7 @@ def test_tree_backends_are_those_that_are_not_refused() -> None:
 
 @pytest.fixture(scope="module")
 def known() -> set[str]:
-    """Flags of SGLang's launcher, of our commands and of the scripts in launch/."""
+    """Flags of SGLang's launcher, of our commands, and of the scripts in launch/ and tests/."""
     from sglang.srt.server_args import ServerArgs
 
     from dflash2_sglang.cli.main import build_parser
@@ -62,9 +62,9 @@ def known() -> set[str]:
     parsers = [stock, build_parser()]
     for action in parsers[1]._actions:
         if isinstance(action, argparse._SubParsersAction):
-            parsers += action.choices.values()
+            parsers += action.choices.values()  # the commands
     flags = {flag for parser in parsers for a in parser._actions for flag in a.option_strings}
-    for script in (ROOT / "launch").rglob("*.py"):
+    for script in (*(ROOT / "launch").rglob("*.py"), *(ROOT / "tests").rglob("*.py")):
         flags |= set(re.findall(r'"(--[a-z][a-z0-9-]+)"', script.read_text()))
     return flags | FOREIGN
 
