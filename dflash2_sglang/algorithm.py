@@ -109,7 +109,8 @@ def _check_recurrent(args: Any, nodes: int) -> None:
     target = model_config_of(args)
     support.refuse_recurrent(args, target, nodes)
     if hybrid.is_recurrent(target):
-        hybrid.keep_conv_inputs_exact(hybrid.compute_dtype(args, target))
+        dtype = hybrid.compute_dtype(args, target)
+        support.refuse_conv_dtype(hybrid.keep_conv_inputs_exact(dtype), dtype)
 
 
 def usual_nodes(device: str) -> int:

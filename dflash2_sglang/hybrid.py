@@ -13,6 +13,8 @@ from typing import Any
 CONV_DTYPE = "SGLANG_MAMBA_CONV_DTYPE"
 SLOTS_PER_REQUEST = 5  # what SGLang keeps for a running request: its own, two snapshots, two cached
 
+_ours: str | None = None  # what was set here, for an earlier engine of this process
+
 logger = logging.getLogger(__name__)
 
 
@@ -38,24 +40,22 @@ def compute_dtype(args: Any, model_config: Any) -> str:
     return str(model_config.dtype).removeprefix("torch.")
 
 
-def keep_conv_inputs_exact(dtype: str) -> None:
-    """Have SGLang keep convolution states in ``dtype``.
+def keep_conv_inputs_exact(dtype: str) -> str:
+    """Have SGLang keep convolution states in ``dtype``, unless the user chose; returns their dtype.
 
     They are inputs of tokens, as computed. SGLang's default is bfloat16 whatever the model computes in.
     Then what a token is convolved with would depend on whether a round began in between.
-
-    Raises:
-        ValueError: the user chose another dtype for them.
     """
+    global _ours
     chosen = os.environ.get(CONV_DTYPE)
-    if chosen is None and dtype != "bfloat16":
-        os.environ[CONV_DTYPE] = dtype
+    if chosen is not None and chosen != _ours:
+        return chosen
+    if dtype == "bfloat16":
+        os.environ.pop(CONV_DTYPE, None)
+    elif chosen != dtype:
+        os.environ[CONV_DTYPE] = _ours = dtype
         logger.info("Convolution states are kept in %s (%s).", dtype, CONV_DTYPE)
-    elif chosen is not None and chosen != dtype:
-        raise ValueError(
-            f"DFLASH2 does not support {CONV_DTYPE}={chosen} with --dtype {dtype}, as rounds would "
-            "round differently from plain decoding: unset it."
-        )
+    return dtype
 
 
 def state_bytes(config: Any, dtype: str) -> int:

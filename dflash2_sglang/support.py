@@ -125,6 +125,15 @@ def refuse_recurrent(args: Any, model_config: Any, nodes: int) -> None:
         )
 
 
+def refuse_conv_dtype(kept: str, computed: str) -> None:
+    """Raise ValueError where convolution states are kept in another dtype than they were computed in."""
+    if kept != computed:
+        raise ValueError(
+            f"DFLASH2 does not support {hybrid.CONV_DTYPE}={kept} with --dtype {computed}, as rounds would "
+            "round differently from plain decoding: unset it."
+        )
+
+
 def refuse_request(req: Any) -> str | None:
     """Why a request cannot be served exactly, or None."""
     if req.multimodal_inputs is not None:

@@ -301,6 +301,17 @@ def test_prefill_reads_and_writes_the_requests_own_slots() -> None:
             torch.testing.assert_close(mine, theirs, **CLOSE)
 
 
+def test_the_convolution_is_no_matrix_to_pack() -> None:
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    from dflash2_sglang.cpu import weights
+
+    for shape, method in (((8, 4), weights.PackedLinearMethod), ((8, 1, 4), None)):
+        weight = torch.zeros(shape, dtype=torch.bfloat16)
+        layer = SimpleNamespace(weight=weight, quant_method=UnquantizedLinearMethod())
+        assert weights._method(torch.nn.Module(), layer) is method
+
+
 def test_sglangs_kernels_agree() -> None:
     """The Triton kernels that a GPU would run, under the interpreter: parents from our links, too."""
     script = Path(__file__).with_name("interpreted_delta_net.py")
