@@ -112,10 +112,10 @@ def server(
 
 
 def test_answers_are_those_of_plain_decoding(server: tuple[Server, Setup], plain: Plain) -> None:
-    """Eight at once, then four, then one by one, on what the cache holds from before."""
+    """Four at once, then one by one, on what the cache holds from before."""
     running, setup = server
     retracted = 0
-    for concurrency in (8, 4, 1):
+    for concurrency in (4, 1):
         answers = run(running, PROMPTS, concurrency)
         retracted += sum(answer["meta_info"].get("num_retractions", 0) for answer in answers)
         assert_same(answers, plain.first)
@@ -145,7 +145,7 @@ def test_answers_that_end_in_an_accepted_path(server: tuple[Server, Setup], plai
     """What was accepted past the limit must not be in the states that the cache keeps."""
     running, _ = server
     running.flush()
-    for tokens in (3, 4, 5, 6, 7):
+    for tokens in (3, 6):
         answers = run(running, PROMPTS, 4, tokens)
         assert ids(answers) == [answer[:tokens] for answer in ids(plain.first)]
         again = run(running, PROMPTS, 4)
