@@ -120,7 +120,7 @@ def test_answers_are_those_of_plain_decoding(server: tuple[Server, Setup], plain
         retracted += sum(answer["meta_info"].get("num_retractions", 0) for answer in answers)
         assert_same(answers, plain.first)
         assert acceptance(answers) > setup.accepts
-    assert (retracted > 5) is bool(setup.env)
+    assert (retracted > 0) is bool(setup.env)
     hits = [answer["meta_info"]["cached_tokens"] for answer in answers]
     assert max(hits) >= GRID  # a repeated prompt starts from states that were kept
 
