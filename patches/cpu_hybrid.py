@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -57,6 +61,14 @@ def split_projections(
     return qkv, z.unflatten(-1, (num_heads_v, head_v)), b, a
 
 
+def forward_extend(original: Callable[..., Tensor], self: Any, *args: Any, **kw: Any) -> Tensor:
+    forward_batch = args[1] if len(args) > 1 else kw["forward_batch"]
+    if INTERPRETED and forward_batch.forward_mode.is_target_verify():
+        return original(self, *args, **kw)  # to see SGLang's own kernels verify a tree
+    return delta_net.forward_extend(self, *args, **kw)
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GDN = "sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend"
 FORWARD = ("self", "layer", "forward_batch", "mixed_qkv", "a", "b", "kwargs")
 
@@ -72,8 +84,8 @@ PATCHES = (
     ),
     Patch(
         target=f"{GDN}.forward_extend",
-        hook=delta_net.forward_extend,
-        kind="replace",
+        hook=forward_extend,
+        kind="around",
         scope="cpu",
         parameters=FORWARD,
         reason="launches Triton kernels",
