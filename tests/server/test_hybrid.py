@@ -163,7 +163,7 @@ def test_sampled_answers(server: tuple[Server, Setup]) -> None:
 def test_sglangs_kernels_verify_the_tree(
     plain: Plain, target: Path, drafter: Path, logs: Iterator[Path]
 ) -> None:
-    """SGLang's Triton kernels of the verify pass, under the interpreter, which has to be on from the start."""
+    """SGLang's Triton kernels in the verify pass; the interpreter has to be on from the start."""
     argv = ["--model-path", str(target), "--dtype", "float32", "--max-total-tokens", "8192"]
     argv += ["--speculative-algorithm", "DFLASH2", "--speculative-draft-model-path", str(drafter)]
     few = slice(1, 4, 2)
