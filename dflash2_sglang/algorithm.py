@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from dflash2_sglang import support
+from dflash2_sglang import hybrid, support
 from dflash2_sglang.checkpoint import check_weights
 from dflash2_sglang.config import DrafterConfig, check_target, parse
 from dflash2_sglang.tree.build import capacity
@@ -84,6 +84,7 @@ def resolve(args: Any) -> None:
         args.speculative_num_draft_tokens,
         usual_nodes=usual_nodes(args.device),
     )
+    _check_recurrent(args, nodes)
     args.speculative_num_steps = depth
     args.speculative_eagle_topk = children
     args.speculative_num_draft_tokens = nodes
@@ -101,6 +102,16 @@ def resolve(args: Any) -> None:
         children,
         nodes,
     )
+
+
+def _check_recurrent(args: Any, nodes: int) -> None:
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    target = model_config_of(args)
+    support.refuse_recurrent(args, target, nodes)
+    if hybrid.is_recurrent(target):
+        dtype = hybrid.compute_dtype(args, target)
+        support.refuse_conv_dtype(hybrid.keep_conv_inputs_exact(dtype), dtype)
 
 
 def usual_nodes(device: str) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dflash2_sglang import hybrid
+
 TREE_BACKENDS = ("flashinfer", "triton", "fa3", "dflash2_cpu")
 
 
@@ -107,6 +109,38 @@ def refuse_backends(args: Any) -> None:
                 f"DFLASH2 does not support --{flag.replace('_', '-')} {backend}, which cannot mask a "
                 f"tree: use one of {', '.join(TREE_BACKENDS)}."
             )
+
+
+def refuse_recurrent(args: Any, model_config: Any, nodes: int) -> None:
+    """Raise ValueError where a tree of ``nodes`` cannot be verified through recurrent layers."""
+    if not hybrid.is_recurrent(model_config):
+        return
+    architecture = model_config.hf_config.architectures[0]
+    if hybrid.delta_net(model_config) is None or architecture.startswith("Qwen4"):
+        raise ValueError(
+            f"DFLASH2 does not support {architecture}, whose recurrent layers are not gated delta nets "
+            "alone: use --speculative-algorithm DFLASH."
+        )
+    if not args.disable_radix_cache and args.mamba_track_interval < nodes:
+        raise ValueError(
+            f"DFLASH2 does not support --mamba-track-interval {args.mamba_track_interval} with {nodes} "
+            "nodes, as one round may pass two of the states the cache keeps: raise it to at least "
+            "--speculative-num-draft-tokens."
+        )
+    if args.enable_linear_replayssm:
+        raise ValueError(
+            "DFLASH2 does not support --enable-linear-replayssm, which verify passes would bypass: "
+            "drop it."
+        )
+
+
+def refuse_conv_dtype(kept: str, computed: str) -> None:
+    """Raise ValueError where convolution states are kept in another dtype than they were computed in."""
+    if kept != computed:
+        raise ValueError(
+            f"DFLASH2 does not support {hybrid.CONV_DTYPE}={kept} with --dtype {computed}, as rounds would "
+            "round differently from plain decoding: unset it."
+        )
 
 
 def refuse_request(req: Any) -> str | None:

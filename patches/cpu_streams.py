@@ -1,4 +1,4 @@
-"""``record_stream`` on a CPU tensor: there is no stream, so there is nothing to record."""
+"""Calls that concern a device's streams and copies: without a device there is nothing to do."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ def record_stream(original: Callable[..., Any], tensor: torch.Tensor, stream: An
         original(tensor, stream)
 
 
+def pin_memory(
+    original: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any
+) -> torch.Tensor:
+    return tensor
+
+
 PATCHES = (
     Patch(
         target="torch.Tensor.record_stream",
@@ -24,5 +30,14 @@ PATCHES = (
         parameters=(),
         reason="the stock DFLASH worker calls it on whatever device it serves",
         without="the stock DFLASH baseline fails on the CPU",
+    ),
+    Patch(
+        target="torch.Tensor.pin_memory",
+        hook=pin_memory,
+        kind="around",
+        scope="cpu",
+        parameters=(),
+        reason="the scheduler calls it for hybrid models on whatever device it serves",
+        without="plain decoding of hybrid models fails on the CPU",
     ),
 )

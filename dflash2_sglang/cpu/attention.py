@@ -119,7 +119,8 @@ class CpuAttnBackend(AttentionBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
-        self.pool = model_runner.token_to_kv_pool
+        self.pool = self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
         self.rows: Rows | None = None
         self.prompts: list[Prompt] = []
 
@@ -203,6 +204,9 @@ class CpuAttnBackend(AttentionBackend):
                 q[prompt.rows], keys, values, prompt.slots, 1, prompt, bidirectional
             )
         return out
+
+    # A hybrid model's wrapper chooses by mode, where others call ``forward``.
+    forward_decode = forward_extend = forward
 
 
 def contiguous_run(slots: torch.Tensor) -> slice | None:

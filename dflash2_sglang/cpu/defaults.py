@@ -6,12 +6,16 @@ import logging
 import os
 from typing import Any
 
+from dflash2_sglang import hybrid
 from dflash2_sglang.cpu.platform import ATTENTION_BACKEND
 
 logger = logging.getLogger(__name__)
 
 KV_BUDGET_BYTES = 1 << 30
 MIN_KV_TOKENS = 4096
+STATE_BUDGET_BYTES = 2 << 30
+MOST_REQUESTS = 48
+USUAL_NODES = 8
 
 
 def apply(args: Any) -> None:
@@ -27,6 +31,7 @@ def apply(args: Any) -> None:
     default("attention_backend", ATTENTION_BACKEND, (None, "torch_native", "intel_amx"))
     default("dtype", "bfloat16", ("auto",))
     default("max_total_tokens", _kv_tokens(args))
+    default("max_mamba_cache_size", _state_slots(args))
     default("disable_cuda_graph", True, (False,))
     # The scheduler would otherwise spin on a core that the next request needs.
     default("sleep_on_idle", True, (False,))
@@ -50,6 +55,29 @@ def _kv_tokens(args: Any) -> int | None:
     width = config.get_num_kv_heads(args.tp_size) * config.head_dim
     per_token = 2 * config.num_hidden_layers * width * (4 if args.dtype == "float32" else 2)
     return max(MIN_KV_TOKENS, KV_BUDGET_BYTES // per_token)
+
+
+def _state_slots(args: Any) -> int | None:
+    """Slots for states of recurrent layers within the budget; None for a target without such layers.
+
+    Counted with the states that a verify pass keeps for its nodes. SGLang derives from the slots how many
+    requests may run at once.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    target = model_config_of(args)
+    config = hybrid.delta_net(target)
+    if config is None:
+        return None
+    dtype = hybrid.compute_dtype(args, target)
+    hybrid.keep_conv_inputs_exact(dtype)
+    nodes = 0
+    if args.speculative_algorithm is not None:
+        nodes = args.speculative_num_draft_tokens or USUAL_NODES
+    per_request = hybrid.state_bytes(config, dtype) * (hybrid.SLOTS_PER_REQUEST + nodes)
+    most = args.max_running_requests or MOST_REQUESTS
+    requests = max(1, min(most, STATE_BUDGET_BYTES // per_request))
+    return requests * hybrid.SLOTS_PER_REQUEST
 
 
 def _use_huge_pages() -> None:

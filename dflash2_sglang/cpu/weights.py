@@ -139,6 +139,8 @@ def _method(model: torch.nn.Module, layer: Any) -> type | None:
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dtype != torch.bfloat16:
         return None
+    if weight.dim() != 2:  # the convolution of a gated delta net is stored as a linear layer
+        return None
     kind = type(getattr(layer, "quant_method", None))
     if kind is UnquantizedLinearMethod:
         return PackedLinearMethod
