@@ -13,6 +13,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from example_files import load
 from serving import Server, acceptance, verify_count
 from test_sampling import PROMPT, TOO_UNLIKELY, Exact, surprise
 from tinypair import EOS, Pairs, decode, encode
@@ -274,3 +275,8 @@ def test_response_format(talking: tuple[Server, Server]) -> None:
     for text in TEXTS[:4]:
         plain, tree = (chat(s, text, response_format=shape) for s in talking)
         assert plain["message"].get("content") == tree["message"].get("content")
+
+
+def test_the_example_of_a_tool_call(talking: tuple[Server, Server]) -> None:
+    ((name, arguments),) = load("openai_client").Examples(talking[1].url).tools()
+    assert name == "get_weather" and arguments["city"] in {"berlin", "oslo", "paris"}
