@@ -24,8 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from compare import load_prompts
-
+from dflash2_sglang.bench.prompts import texts
 from dflash2_sglang.cli.demo_model import demo_drafter, ensure_demo_model
 from dflash2_sglang.cli.main import unwind_when_told_to_end
 from dflash2_sglang.cli.servers import Server, running, wait_ready
@@ -144,9 +143,7 @@ def compare(plain: Server, ours: Server, args: argparse.Namespace) -> int:
     tokenizer = AutoTokenizer.from_pretrained(ensure_demo_model())
     bad = 0
     for name, system in (("own prefixes", None), ("a shared prefix", SHARED)):
-        prompts = [
-            encode(tokenizer, text, system) for text in load_prompts(args.prompts, args.limit)
-        ]
+        prompts = [encode(tokenizer, text, system) for text in texts(args.prompts, args.limit)]
         noise = noise_of_gap(plain, prompts[:10], args.max_tokens)
         reference = answers(plain, prompts, args.max_tokens, 1, args.params)
         print(f"{args.dtype}, {name}: noise of the gap {noise:.4f}", flush=True)

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from types import FrameType, ModuleType
 
 from dflash2_sglang import __version__
-from dflash2_sglang.cli import demo, doctor
+from dflash2_sglang.cli import bench, demo, doctor
 
 PROGRAM = "dflash2-sglang"
-COMMANDS: dict[str, ModuleType] = {"demo": demo, "doctor": doctor}
+COMMANDS: dict[str, ModuleType] = {"demo": demo, "doctor": doctor, "bench": bench}
 
 
 def build_parser() -> argparse.ArgumentParser:
