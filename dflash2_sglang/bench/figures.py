@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from statistics import median, stdev
+from dataclasses import dataclass, field, replace
+from statistics import mean, median
 from typing import Any
 
 from dflash2_sglang.bench.plan import ANSWERS, LOAD, ROUNDS, Cell, Config, Plan
 from dflash2_sglang.bench.rounds import AWAY
 
-# Two-sided 95 % points of Student's t, by degrees of freedom 1 .. 12.
+# Two-sided 95 % points of Student's t, by degrees of freedom 1 .. 12; then that of 12.
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18)
 MEDIAN_LOSS = 1.25  # standard error of a median over that of a mean, sqrt(pi / 2), normal values
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Values of the repeats; ``spread`` is None for a single one.
+    """Values of the repeats, and how much such values vary.
 
-    A second run of as many repeats has its median within ``median +- spread`` in 19 of 20 cases, if
-    repeats vary normally and independently: the difference of two medians of n values with standard
-    deviation s has a standard error of about 1.25 s sqrt(2 / n).
+    ``noise`` is the relative standard deviation between repeats, with ``freedom`` degrees of freedom:
+    that of these values, or, since a few values tell little, one pooled over like figures.
     """
 
     values: tuple[float, ...]
+    noise: float | None = None
+    freedom: int = 0
 
     @property
     def median(self) -> float:
@@ -33,11 +34,18 @@ class Figure:
 
     @property
     def spread(self) -> float | None:
+        """A second run of as many repeats has its median within ``median +- spread`` 19 times in 20.
+
+        That is for independent, normal repeats: the difference of two medians of n values of
+        standard deviation s has a standard error of about 1.25 s sqrt(2 / n). It is not less than
+        half the distance between the least and the greatest value. None for a single repeat.
+        """
         n = len(self.values)
-        if n < 2:
+        if n < 2 or self.noise is None:
             return None
-        student = STUDENT[min(n - 1, len(STUDENT)) - 1]
-        return student * MEDIAN_LOSS * stdev(self.values) * math.sqrt(2 / n)
+        student = STUDENT[min(self.freedom, len(STUDENT)) - 1]
+        pooled = student * MEDIAN_LOSS * self.noise * abs(self.median) * math.sqrt(2 / n)
+        return max(pooled, (max(self.values) - min(self.values)) / 2)
 
     def record(self) -> dict[str, Any]:
         low, high = min(self.values), max(self.values)
@@ -48,6 +56,21 @@ class Figure:
             "max": high,
             "values": list(self.values),
         }
+
+
+def pool(figures: Sequence[Figure]) -> list[Figure]:
+    """The same figures, with the relative standard deviation of all of them together."""
+    squares, freedom = 0.0, 0
+    for figure in figures:
+        middle = mean(figure.values)
+        if len(figure.values) > 1 and middle:
+            squares += sum((value / middle - 1) ** 2 for value in figure.values)
+            freedom += len(figure.values) - 1
+    if not freedom:
+        return list(figures)
+    return [
+        replace(figure, noise=math.sqrt(squares / freedom), freedom=freedom) for figure in figures
+    ]
 
 
 @dataclass(frozen=True)
@@ -97,7 +120,18 @@ def places(plan: Plan, results: dict[str, Any]) -> list[Place]:
                 place = _place(plan, results, workload.name, concurrency, config)
                 if place.figures or place.differences is not None or place.reach:
                     found.append(place)
+    for concurrency in plan.concurrencies:
+        _pool([place for place in found if place.concurrency == concurrency], plan.configs[0].name)
     return found
+
+
+def _pool(found: Sequence[Place], base: str) -> None:
+    """Take the noise of each figure from all configurations and workloads at one concurrency."""
+    for name in {name for place in found for name in place.figures}:
+        # The reference's ratio is 1 in every repeat and would make the others look steadier.
+        own = [p for p in found if name in p.figures and (name, p.config) != (RATIO, base)]
+        for place, figure in zip(own, pool([p.figures[name] for p in own]), strict=True):
+            place.figures[name] = figure
 
 
 def _place(

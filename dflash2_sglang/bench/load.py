@@ -105,9 +105,12 @@ class LoadGenerator:
         words = ["--dataset-name", name, "--dataset-path", path, "--num-prompts", str(count)]
         try:
             with self._logged():
-                found = get_dataset(parse(words), tokenizer, model)
-        except SystemExit as error:
+                arguments = parse(words)
+        except BenchError as error:
             raise BenchError(f"SGLang's load generator knows no data set {name!r}.") from error
+        try:
+            with self._logged():
+                found = get_dataset(arguments, tokenizer, model)
         except Exception as error:  # whatever a download or a file may die of
             raise BenchError(
                 f"SGLang could not load its data set {name} ({type(error).__name__}: {error}): give "

@@ -88,18 +88,18 @@ class Plan:
     def _repeat(self, repeat: int) -> Iterator[Cell]:
         configs = self.configs[:: -1 if repeat % 2 else 1]
         places = [(w.name, c) for w in self.workloads for c in self.concurrencies]
-        pairs: Iterator[tuple[Config, tuple[str, int]]]
+        # What is measured in one go: a place by all configurations, or all places by one.
+        blocks: list[list[tuple[str, int, Config]]]
         if self.together:
-            pairs = ((config, place) for place in places for config in configs)
+            blocks = [[(w, c, config) for config in configs] for w, c in places]
         else:
-            pairs = itertools.product(configs, places)
-        for config, (workload, concurrency) in pairs:
+            blocks = [[(w, c, config) for w, c in places] for config in configs]
+        for block in blocks:
             if repeat == 0:
-                yield Cell(ANSWERS, workload, concurrency, config.name)
-            yield Cell(LOAD, workload, concurrency, config.name, repeat)
-            last = (workload, concurrency) == places[-1]
-            if self.rounds and not self.together and repeat == 0 and last:
-                yield from self._rounds(config)
+                yield from (Cell(ANSWERS, w, c, config.name) for w, c, config in block)
+            yield from (Cell(LOAD, w, c, config.name, repeat) for w, c, config in block)
+            if self.rounds and not self.together and repeat == 0:
+                yield from self._rounds(block[0][2])
 
     def _rounds(self, config: Config) -> Iterator[Cell]:
         for concurrency in self.concurrencies:

@@ -54,7 +54,7 @@ def environment() -> dict[str, str]:
 
 
 def command() -> str:
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return shlex.join(["dflash2-sglang", *sys.argv[1:]])
 
 
 def identity() -> dict[str, Any]:

@@ -124,7 +124,8 @@ def _head(plan: Plan) -> str:
         f"{settings['temperature']:g}; {repeats}, {order}.\n\n"
         "Figures are medians over the repeats. A second run of as many repeats should agree within "
         "the ± in 19 of 20 figures while the machine stays as busy as it was; the ratio, taken within "
-        "each repeat, also bears a slow drift. Acceptance length: tokens delivered a verify pass."
+        "each repeat, also bears a slow drift. The ± is from how much repeats vary, pooled over all "
+        "rows of the same concurrency. Acceptance length: tokens delivered a verify pass."
     )
 
 

@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +76,14 @@ def sample(server: Server, work: Callable[[], object], folder: Path) -> Counter[
     """Looks by part while ``work`` runs; empty where py-spy was not let at the process."""
     out = folder / "stacks"
     out.unlink(missing_ok=True)
-    command = ["py-spy", "record", "--pid", str(scheduler_of(server)), "--format", "raw"]
+    command = [
+        py_spy() or "py-spy",
+        "record",
+        "--pid",
+        str(scheduler_of(server)),
+        "--format",
+        "raw",
+    ]
     command += ["--rate", str(RATE), "--full-filenames", "--idle", "--output", str(out)]
     command += ["--duration", "3600", "--nonblocking"]
     spy = subprocess.Popen(
@@ -95,11 +103,16 @@ def sample(server: Server, work: Callable[[], object], folder: Path) -> Counter[
     return looks
 
 
+def py_spy() -> str | None:
+    """The program, on the path or beside the Python that runs us."""
+    return shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+
+
 def why_not() -> str | None:
     """Why a round's time cannot be split here; None where it can."""
     from dflash2_sglang.cli.checkup import accelerators
 
-    if shutil.which("py-spy") is None:
+    if py_spy() is None:
         return "py-spy is not installed (pip install py-spy)"
     if accelerators():
         return "on an accelerator the host's stack does not tell where a round's time goes"

@@ -81,7 +81,8 @@ class Runner:
         before = load_average()
         try:
             result = measure(cell, server, bar.tick)
-        except RuntimeError:
+        except Exception:
+            time.sleep(1.0)  # a server whose scheduler dies takes a moment to end
             server.check_alive("answering")  # says more than a failed request
             raise
         self.journal.add(cell.key, result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class Session:
 
     def run(self) -> None:
         """Measure, and write what there is, also after Ctrl-C or the death of a server."""
+        warnings.simplefilter("ignore", UserWarning)  # SGLang's, about devices that are not here
         folder = self.args.out
         reject(self.args)
         plan, model = self._plan(folder)
