@@ -1,7 +1,6 @@
 """The plots of a benchmark, as PNG and SVG.
 
-Colours are those of Okabe and Ito, which stay apart for colour-blind eyes; a configuration has the
-same colour and marker in every plot. Bars through a point show the spread that the table prints.
+Bars through a point show the spread that the table prints.
 """
 
 from __future__ import annotations
@@ -15,36 +14,21 @@ from dflash2_sglang.bench import BenchError
 from dflash2_sglang.bench.figures import BETWEEN, FIRST, LENGTH, RATIO, ROUND, SPEED, Place
 from dflash2_sglang.bench.plan import Plan
 from dflash2_sglang.bench.rounds import ORDER, SCHEDULER
+from dflash2_sglang.bench.style import (
+    PARTS,
+    PLAIN,
+    STYLE,
+    finish,
+    label_left,
+    look,
+    panels_of,
+    patch,
+)
 
 INSTALL = (
     "the plots need matplotlib: pip install 'dflash2-sglang[bench]', or give --no-plots "
     "(the same command draws them later without measuring again)"
 )
-PLAIN, CHAIN = "#595959", "#E69F00"
-OTHERS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B59F00", "#8C5A2B")
-MARKERS = "osD^vP*X"
-PARTS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
-COLUMNS = 3
-PANEL = (3.6, 2.7)  # inches
-
-STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.6,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 5,
-    "legend.frameon": False,
-    "svg.hashsalt": "dflash2-sglang",  # the same figures give the same file
-    "svg.fonttype": "none",
-}
 
 
 def check() -> None:
@@ -104,12 +88,12 @@ def acceptance(plan: Plan, found: Sequence[Place]) -> Any:
     loads = [w.name for w in plan.workloads if any(p.workload == w.name for p in shown)]
     if not shown:
         return None
-    figure, (axes,) = _panels(1, width=max(4.2, 1.3 + 0.32 * (len(names) + 1) * len(loads)))
+    figure, (axes,) = panels_of(1, width=max(4.2, 1.3 + 0.32 * (len(names) + 1) * len(loads)))
     step = 0.8 / len(names)
     for place in shown:
         at = loads.index(place.workload) + (names.index(place.config) - (len(names) - 1) / 2) * step
         value = place.figures[LENGTH]
-        colour, _ = _look(plan, place.config)
+        colour, _ = look(plan, place.config)
         axes.bar(
             at, value.median, step * 0.9, color=colour, yerr=value.spread or 0, ecolor="#333333"
         )
@@ -124,7 +108,7 @@ def acceptance(plan: Plan, found: Sequence[Place]) -> Any:
     axes.axhline(1, color=PLAIN, linewidth=0.8)
     axes.set_xticks(range(len(loads)), loads)
     axes.set_ylabel("tokens a verify pass")
-    _finish(plan, figure, names, f"Acceptance length, concurrency {least}", bars=True)
+    finish(plan, figure, names, f"Acceptance length, concurrency {least}", bars=True)
     return figure
 
 
@@ -135,10 +119,10 @@ def depth(plan: Plan, found: Sequence[Place]) -> Any:
     if not shown:
         return None
     loads = [w.name for w in plan.workloads if any(p.workload == w.name for p in shown)]
-    figure, panels = _panels(len(loads), sharey=True)
+    figure, panels = panels_of(len(loads), sharey=True)
     for axes, load in zip(panels, loads, strict=True):
         for place in (p for p in shown if p.workload == load):
-            colour, marker = _look(plan, place.config)
+            colour, marker = look(plan, place.config)
             steps = range(1, len(place.reach))
             axes.plot(
                 steps, [100 * share for share in place.reach[1:]], color=colour, marker=marker
@@ -147,9 +131,9 @@ def depth(plan: Plan, found: Sequence[Place]) -> Any:
         axes.set_ylim(0, 100)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("drafted tokens accepted, at least")
-    _label_left(panels, "% of verify passes")
+    label_left(panels, "% of verify passes")
     names = [c.name for c in plan.configs if any(p.config == c.name for p in shown)]
-    _finish(plan, figure, names, f"Acceptance by depth, concurrency {least}")
+    finish(plan, figure, names, f"Acceptance by depth, concurrency {least}")
     return figure
 
 
@@ -162,7 +146,7 @@ def rounds(plan: Plan, found: Sequence[Place]) -> Any:
     levels = [c for c in plan.concurrencies if any(p.concurrency == c for p in shown)]
     names = [c.name for c in plan.configs if any(p.config == c.name for p in shown)]
     parts = [p for p in (*ORDER, SCHEDULER) if any(p in place.parts for place in shown)]
-    figure, panels = _panels(len(levels), sharex=True, height=0.9 + 0.36 * len(names))
+    figure, panels = panels_of(len(levels), sharex=True, height=0.9 + 0.36 * len(names))
     for axes, level in zip(panels, levels, strict=True):
         for place in (p for p in shown if p.concurrency == level):
             _round_bar(axes, names.index(place.config), place, parts)
@@ -176,8 +160,8 @@ def rounds(plan: Plan, found: Sequence[Place]) -> Any:
     for axes in panels[1:]:
         if axes.get_subplotspec().colspan.start:
             axes.set_yticklabels([])
-    handles = [_patch(PARTS[i % len(PARTS)], part) for i, part in enumerate(parts)]
-    _finish(plan, figure, [], f"Where the time of a pass goes: {load}", handles=handles)
+    handles = [patch(PARTS[i % len(PARTS)], part) for i, part in enumerate(parts)]
+    finish(plan, figure, [], f"Where the time of a pass goes: {load}", handles=handles)
     return figure
 
 
@@ -206,7 +190,7 @@ def _against_concurrency(
     loads = [w.name for w in plan.workloads if any(p.workload == w.name for p in shown)]
     if not shown:
         return None
-    figure, panels = _panels(len(loads), sharey=True)
+    figure, panels = panels_of(len(loads), sharey=True)
     for axes, load in zip(panels, loads, strict=True):
         for number, config in enumerate(plan.configs):
             own = [p for p in shown if (p.workload, p.config) == (load, config.name)]
@@ -218,15 +202,15 @@ def _against_concurrency(
         _concurrency_axis(axes, plan)
         if level is None:
             axes.set_ylim(bottom=0)
-    _label_left(panels, unit)
+    label_left(panels, unit)
     drawn = plan.configs if level is None else plan.configs[1:]
     names = [c.name for c in drawn if any(p.config == c.name for p in shown)]
-    _finish(plan, figure, names, title)
+    finish(plan, figure, names, title)
     return figure
 
 
 def _line(axes: Any, plan: Plan, own: Sequence[Place], name: str) -> None:
-    colour, marker = _look(plan, own[0].config)
+    colour, marker = look(plan, own[0].config)
     # A little apart, so that bars at the same concurrency do not hide each other.
     at = [c.name for c in plan.configs].index(own[0].config) - (len(plan.configs) - 1) / 2
     axes.errorbar(
@@ -247,67 +231,6 @@ def _concurrency_axis(axes: Any, plan: Plan) -> None:
     low, high = min(plan.concurrencies), max(plan.concurrencies)
     axes.set_xlim(low / 1.25, high * 1.25)
     axes.set_xlabel("concurrency")
-
-
-def _look(plan: Plan, name: str) -> tuple[str, str]:
-    """Colour and marker of a configuration."""
-    number = [config.name for config in plan.configs].index(name)
-    arguments = plan.configs[number].arguments
-    if "--speculative-algorithm" not in arguments:
-        return PLAIN, MARKERS[0]
-    if arguments[arguments.index("--speculative-algorithm") + 1] == "DFLASH":
-        return CHAIN, MARKERS[1]
-    return OTHERS[(number - 2) % len(OTHERS)], MARKERS[number % len(MARKERS)]
-
-
-def _panels(count: int, width: float | None = None, height: float = PANEL[1], **share: Any) -> Any:
-    """A figure and ``count`` axes in rows of ``COLUMNS``."""
-    from matplotlib import pyplot
-
-    columns = min(count, COLUMNS)
-    rows = -(-count // columns)
-    size = (width or max(4.2, PANEL[0] * columns), height * rows + 0.9)
-    figure, grid = pyplot.subplots(
-        rows, columns, figsize=size, squeeze=False, layout="constrained", **share
-    )
-    panels = list(grid.flat)
-    for empty in panels[count:]:
-        empty.remove()
-    return figure, panels[:count]
-
-
-def _label_left(panels: Sequence[Any], text: str) -> None:
-    for axes in panels:
-        if not axes.get_subplotspec().colspan.start:
-            axes.set_ylabel(text)
-
-
-def _finish(
-    plan: Plan,
-    figure: Any,
-    names: Sequence[str],
-    title: str,
-    bars: bool = False,
-    handles: Sequence[Any] | None = None,
-) -> None:
-    from matplotlib.lines import Line2D
-
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    if handles is None:
-        handles = []
-        for name in names:
-            colour, marker = _look(plan, name)
-            line = Line2D([], [], color=colour, marker=marker, label=name)
-            handles.append(_patch(colour, name) if bars else line)
-    if handles:
-        columns = max(1, int(figure.get_figwidth() // 1.7))
-        figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), columns))
-
-
-def _patch(colour: str, label: str) -> Any:
-    from matplotlib.patches import Patch
-
-    return Patch(color=colour, label=label)
 
 
 PLOTS: dict[str, Callable[[Plan, Sequence[Place]], Any]] = {

@@ -63,8 +63,8 @@ class Runner:
             wait_ready(started)
             for server in started:
                 bar.doing(f"warming up {server.name}")
-                for workload in self.plan.workloads[:1]:
-                    answers.warm_up(server, workload, self.plan.concurrencies, self.plan.settings)
+                workload = self.plan.workloads[0]
+                answers.warm_up(server, workload, self.plan.concurrencies, self.plan.settings)
                 self._keep_info(server)
             yield
 

@@ -13,7 +13,7 @@ from dflash2_sglang.bench import BenchError, figures, plots, record, report, rou
 from dflash2_sglang.bench.configs import configurations, dtype_of, fit_together, reject
 from dflash2_sglang.bench.journal import Journal
 from dflash2_sglang.bench.load import LoadGenerator
-from dflash2_sglang.bench.plan import Config, Plan, Workload
+from dflash2_sglang.bench.plan import ROUNDS, Config, Plan, Workload
 from dflash2_sglang.bench.prompts import workload
 from dflash2_sglang.bench.runner import Runner
 
@@ -128,7 +128,11 @@ class Session:
         found = figures.places(plan, journal.results)
         if not found:
             return
-        notes = [*self.notes, *report.load_notes(plan, journal), *_warnings(plan, found, self.args)]
+        notes = [
+            *self.notes,
+            *report.load_notes(plan, journal),
+            *_warnings(plan, journal.results, found, self.args),
+        ]
         text = report.write(plan, journal, found, folder, notes)
         self.console.print(f"\n{text}", markup=False, soft_wrap=True)
         written = [] if self.args.no_plots else plots.draw(plan, found, folder / "plots")
@@ -138,10 +142,17 @@ class Session:
         )
 
 
-def _warnings(plan: Plan, found: Sequence[figures.Place], args: argparse.Namespace) -> list[str]:
+def _warnings(
+    plan: Plan, results: dict[str, Any], found: Sequence[figures.Place], args: argparse.Namespace
+) -> list[str]:
     notes = []
     if dtype_of(args) in ("float32", "float") and any(place.differences for place in found):
         notes.append(LOADED_FLOAT32)
+    measured = [cell for cell in plan.cells() if cell.kind == ROUNDS and cell.key in results]
+    if measured and not any(results[cell.key] for cell in measured):
+        notes.append(
+            "The time of a round is not split: py-spy may not look at other processes here."
+        )
     speculative = {config.name for config in plan.configs if config.speculative}
     without = {
         place.config

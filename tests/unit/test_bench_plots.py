@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dflash2_sglang.bench import BenchError, plots
+from dflash2_sglang.bench import BenchError, plots, style
 from dflash2_sglang.bench.figures import Figure, Place
 from dflash2_sglang.bench.plan import Config, Plan, Workload
 
@@ -90,9 +90,9 @@ def test_the_same_figures_give_the_same_file(tmp_path):
 def test_configurations_look_different():
     many = tuple(Config(f"DFLASH2 {n}", (ALGORITHM, "DFLASH2")) for n in (4, 8, 12, 16, 24, 32))
     plan = Plan((*CONFIGS[:2], *many), (), (1,), 1, True, False, {})
-    looks = [plots._look(plan, config.name) for config in plan.configs]
+    looks = [style.look(plan, config.name) for config in plan.configs]
     assert len(set(looks)) == len({colour for colour, _ in looks}) == 8
-    assert {marker for _, marker in looks} == set(plots.MARKERS)
+    assert {marker for _, marker in looks} == set(style.MARKERS)
 
 
 def test_missing_matplotlib_is_said_before_measuring(monkeypatch):
