@@ -2,7 +2,7 @@
 
 Run with SGLang's arguments. Six tokens an answer; a speculating server needs two passes for the last
 five, and at prompts with "odd" DFLASH2 ends otherwise. With ``--fail-after N``, the N-th and later
-questions kill it.
+questions kill it; ``--delay`` is how many seconds each takes.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import signal
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 IDS = [11, 12, 13, 14, 15, 16]
@@ -30,6 +31,7 @@ class Handler(BaseHTTPRequestHandler):
         if arguments.fail_after and next(asked) >= arguments.fail_after:
             print("RuntimeError: the scheduler fell over", flush=True)
             os._exit(7)
+        time.sleep(arguments.delay)
         request = json.loads(body)
         answer = generated(request)
         if request.get("stream"):
@@ -72,6 +74,7 @@ def generated(request):
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--fail-after", type=int, default=0)
+parser.add_argument("--delay", type=float, default=0.0)
 parser.add_argument("--host")
 parser.add_argument("--port", type=int)
 parser.add_argument("--speculative-algorithm", default="")

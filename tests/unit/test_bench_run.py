@@ -1,9 +1,13 @@
 """``dflash2-sglang bench`` from end to end: SGLang's own load generator against servers that pretend."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import tinypair
 
@@ -43,11 +47,15 @@ def started(monkeypatch):
     return made
 
 
-def bench(world, *more, out="out"):
-    words = ["bench", "--out", str(world / out), "--model-path", str(world / "model")]
-    words += ["--speculative-draft-model-path", "D", "--workload", str(world / "mine.jsonl")]
-    words += ["--widths", "8", "--concurrency", "1", "--repeats", "2", "--max-tokens", "8"]
-    return main([*words, "--no-rounds", "--no-plots", *more])
+def words(world, *more, out="out"):
+    found = ["bench", "--out", str(world / out), "--model-path", str(world / "model")]
+    found += ["--speculative-draft-model-path", "D", "--workload", str(world / "mine.jsonl")]
+    found += ["--widths", "8", "--concurrency", "1", "--repeats", "2", "--max-tokens", "8"]
+    return [*found, "--no-rounds", "--no-plots", *more]
+
+
+def bench(world, *more):
+    return main(words(world, *more))
 
 
 def record(world, out="out"):
@@ -139,6 +147,41 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
     assert len(record(world)["figures"][1]["ratio"]["values"]) == 3
 
 
+def test_signals_end_it_in_the_middle_of_a_load(world):
+    """Real ones, while SGLang's event loop runs: what is done is kept, and no server is left."""
+    script = (
+        "import sys; from dflash2_sglang.bench import session; from dflash2_sglang.cli import main,"
+        f" servers; servers.SGLANG = {FAKE!r}; session.fit_together = lambda *args: True;"
+        "sys.exit(main.main(sys.argv[1:]))"
+    )
+    ends = {"int": signal.SIGINT, "term": signal.SIGTERM}
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, "-uc", script, *words(world, "--delay", "0.4", out=name)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ends
+    }
+    for name, process in running.items():
+        seen = ""
+        while "repeat 1:" not in seen:  # the next load has begun
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            seen += line
+        leader = psutil.Process(process.pid)
+        children = leader.children(recursive=True)
+        assert len(children) == 3
+        time.sleep(1.8)  # past the second that the generator waits
+        process.send_signal(ends[name])
+        out, errors = process.communicate(timeout=60)
+        assert process.returncode == 128 + ends[name], errors
+        assert "Traceback" not in errors
+        assert "Unfinished" in out and "Unfinished" in (world / name / "bench.md").read_text()
+        assert not any(child.is_running() for child in children)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -172,7 +215,7 @@ def test_a_server_that_dies_is_named_and_the_rest_is_kept(world, started, capsys
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("more", "said"),
     [
         (
             ["--concurrency", "4"],
@@ -184,8 +227,8 @@ def test_a_server_that_dies_is_named_and_the_rest_is_kept(world, started, capsys
         (["--only", "x"], "--only 'x' is none of"),
     ],
 )
-def test_refusals(world, started, capsys, words, said):
-    assert bench(world, *words) == 1
+def test_refusals(world, started, capsys, more, said):
+    assert bench(world, *more) == 1
     assert said in capsys.readouterr().err
     assert started == []
 
