@@ -95,6 +95,9 @@ class LoadGenerator:
         if [answer.output_len for answer in answers] != result["output_lens"]:
             raise BenchError("SGLang's load generator gave its details in an unknown order.")
         result.pop("server_info", None)  # kept once a server
+        for name in ("ttfts", "latencies"):
+            result[name] = [round(value, 6) for value in result[name]]
+        result["itls"] = [[round(value, 6) for value in row] for row in result["itls"]]
         return result
 
     def rows(self, name: str, count: int, model: str, tokenizer: Any) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash2_sglang.bench import answers, rounds
+from dflash2_sglang.bench.figures import reference
 from dflash2_sglang.bench.journal import Journal
 from dflash2_sglang.bench.load import LoadGenerator, command, write_dataset
 from dflash2_sglang.bench.plan import ANSWERS, LOAD, Cell, Plan
@@ -91,8 +92,8 @@ class Runner:
         bar.end(cell.label, _outcome(cell, result))
 
     def _answers(self, cell: Cell, server: Server, tick: Tick) -> Any:
-        first = self.plan.configs[0].name == cell.config
-        top = first and self.plan.settings["temperature"] == 0
+        greedy = self.plan.settings["temperature"] == 0
+        top = greedy and cell == reference(self.plan, cell.workload)
         workload = self.plan.workload(cell.workload)
         return answers.ask_all(server, workload, cell.concurrency, self.plan.settings, top, tick)
 
