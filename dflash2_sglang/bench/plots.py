@@ -89,7 +89,7 @@ def acceptance(plan: Plan, found: Sequence[Place]) -> Any:
     if not shown:
         return None
     figure, (axes,) = panels_of(1, width=max(4.2, 1.3 + 0.32 * (len(names) + 1) * len(loads)))
-    step = 0.8 / len(names)
+    step = min(0.8 / len(names), 0.25)
     for place in shown:
         at = loads.index(place.workload) + (names.index(place.config) - (len(names) - 1) / 2) * step
         value = place.figures[LENGTH]
@@ -107,6 +107,8 @@ def acceptance(plan: Plan, found: Sequence[Place]) -> Any:
         )
     axes.axhline(1, color=PLAIN, linewidth=0.8)
     axes.set_xticks(range(len(loads)), loads)
+    axes.set_xlim(-0.6, len(loads) - 0.4)
+    axes.margins(y=0.1)
     axes.set_ylabel("tokens a verify pass")
     finish(plan, figure, names, f"Acceptance length, concurrency {least}", bars=True)
     return figure

@@ -211,8 +211,8 @@ def agreement(plan: Plan, found: Sequence[Place]) -> str:
     gaps = [d.gap for _, d in rows if d.gap is not None]
     wide = [(p, d) for p, d in rows if d.gap is None or d.at_least or abs(d.gap) > NEAR_TIE]
     lines.append(
-        f"\n{len(rows)} texts differ; largest gap {max(map(abs, gaps), default=0.0):.2f}; {len(wide)} "
-        f"of them are not near ties (a gap above {NEAR_TIE}, or none that could be told)."
+        f"\nTexts that differ: {len(rows)}; largest gap {max(map(abs, gaps), default=0.0):.2f}; not near "
+        f"ties (a gap above {NEAR_TIE}, or none that could be told): {len(wide)}."
     )
     lines += ["", *_difference_table(wide or rows)]
     return "\n".join(lines)
@@ -221,7 +221,7 @@ def agreement(plan: Plan, found: Sequence[Place]) -> str:
 def _difference_table(rows: Sequence[tuple[Place, Any]]) -> list[str]:
     widest = sorted(rows, key=lambda row: -abs(row[1].gap if row[1].gap is not None else 1e9))
     lines = [
-        f"The {min(len(rows), SHOWN_DIFFERENCES)} widest of {len(rows)} (all are in bench.json):",
+        "The widest gaps first; all are in bench.json:",
         "",
         "| workload | concurrency | configuration | prompt | token | expected id | found id | gap |",
         "|---" * 8 + "|",

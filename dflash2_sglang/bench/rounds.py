@@ -35,7 +35,7 @@ PARTS = {  # by function and file
 }
 STOCK = ("forward_batch_generation", "dflash_worker_v2.py")  # SGLang's own chain
 MODEL = ("forward", "model_runner.py")
-EXTEND = ("forward_extend", "model_runner.py")  # prefill, and the verify pass
+EXTEND = ("_execute_extend", "eager_runner.py")  # prefill, and the verify pass
 FORWARDS = ("drafter forward", "target forward")
 SCHEDULER = "scheduler"
 PREFILL, WAITING = "prefill", "waiting for requests"

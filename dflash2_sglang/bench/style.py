@@ -12,7 +12,7 @@ from typing import Any
 from dflash2_sglang.bench.plan import Plan
 
 PLAIN, CHAIN = "#595959", "#E69F00"
-OTHERS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B59F00", "#8C5A2B")
+OTHERS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B59F00")
 MARKERS = "osD^vP*X"
 PARTS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
 COLUMNS = 3
@@ -40,13 +40,21 @@ STYLE = {
 
 def look(plan: Plan, name: str) -> tuple[str, str]:
     """Colour and marker of a configuration."""
-    number = [config.name for config in plan.configs].index(name)
-    arguments = plan.configs[number].arguments
+    kinds = {config.name: _kind(config.arguments) for config in plan.configs}
+    same = [other for other, kind in kinds.items() if kind == kinds[name]]
+    number = same.index(name)
+    if kinds[name] == "plain":
+        return (PLAIN, "#999999", "#000000")[number % 3], MARKERS[0]
+    if kinds[name] == "chain":
+        return (CHAIN, "#8C5A2B")[number % 2], MARKERS[1]
+    return OTHERS[number % len(OTHERS)], MARKERS[2 + number % (len(MARKERS) - 2)]
+
+
+def _kind(arguments: Sequence[str]) -> str:
     if "--speculative-algorithm" not in arguments:
-        return PLAIN, MARKERS[0]
-    if arguments[arguments.index("--speculative-algorithm") + 1] == "DFLASH":
-        return CHAIN, MARKERS[1]
-    return OTHERS[(number - 2) % len(OTHERS)], MARKERS[number % len(MARKERS)]
+        return "plain"
+    algorithm = arguments[list(arguments).index("--speculative-algorithm") + 1]
+    return "chain" if algorithm == "DFLASH" else "other"
 
 
 def panels_of(

@@ -128,7 +128,7 @@ def test_the_reference_is_the_first_at_the_least_concurrency():
     found = {(p.config, p.concurrency): p for p in figures.places(plan, results)}
     assert [found[key].same for key in (("plain", 1), ("plain", 4), ("DFLASH2 8", 1))] == [2, 1, 0]
     text = report.agreement(plan, list(found.values()))
-    assert "3 texts differ; largest gap 1.50; 3 of them are not near ties" in text
+    assert "Texts that differ: 3; largest gap 1.50; not near ties" in text and ": 3." in text
     assert "| maths | 1 | DFLASH2 8 | 1 | 2 | 5 | 6 | 1.500 |" in text
 
 
@@ -139,7 +139,7 @@ def test_near_ties_are_reported_too():
         Cell(ANSWERS, "maths", 1, "DFLASH2 8").key: [answer(8, 5)],
     }
     text = report.agreement(plan, figures.places(plan, results))
-    assert "1 texts differ; largest gap 0.20; 0 of them are not near ties" in text
+    assert "Texts that differ: 1; largest gap 0.20; not near ties" in text and ": 0." in text
     assert "| maths | 1 | DFLASH2 8 | 1 | 1 | 7 | 8 | 0.200 |" in text
 
 
@@ -252,7 +252,7 @@ def stack(*places):
 OURS = [("forward_batch_generation", "worker.py"), ("_round", "worker.py")]
 STOCK = [("forward_batch_generation", "dflash_worker_v2.py")]
 TARGET = [("forward_batch_generation", "tp_worker.py"), ("forward", "model_runner.py")]
-EXTEND = ("forward_extend", "model_runner.py")
+EXTEND = ("_execute_extend", "eager_runner.py")
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ EXTEND = ("forward_extend", "model_runner.py")
         ([*STOCK, *TARGET, EXTEND], "target forward"),
         ([*STOCK, *TARGET[1:], EXTEND], "drafter forward"),
         (STOCK, "rest of the round"),
-        ([*TARGET, ("forward_decode", "model_runner.py")], "target forward"),
+        ([*TARGET, ("_execute_decode", "eager_runner.py")], "target forward"),
         ([*TARGET, EXTEND], "prefill"),
         ([("recv_requests", "scheduler.py"), ("poll", "zmq.py")], "waiting for requests"),
         ([("process_batch_result", "scheduler.py")], "scheduler"),

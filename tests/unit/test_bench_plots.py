@@ -79,7 +79,9 @@ def test_what_was_not_measured_is_not_drawn(tmp_path):
     assert plots.draw(plan, [], tmp_path) == []
 
 
-def test_the_same_figures_give_the_same_file(tmp_path):
+def test_the_same_figures_give_the_same_file(tmp_path, monkeypatch):
+    few = {name: plots.PLOTS[name] for name in ("speed", "round")}
+    monkeypatch.setattr(plots, "PLOTS", few)
     plan = plan_of(("maths",), (1, 4))
     for name in ("a", "b"):
         plots.draw(plan, places(plan), tmp_path / name)
@@ -93,6 +95,9 @@ def test_configurations_look_different():
     looks = [style.look(plan, config.name) for config in plan.configs]
     assert len(set(looks)) == len({colour for colour, _ in looks}) == 8
     assert {marker for _, marker in looks} == set(style.MARKERS)
+    # The others keep theirs where the chain is left out.
+    fewer = Plan((CONFIGS[0], *many), (), (1,), 1, True, False, {})
+    assert [style.look(fewer, config.name) for config in fewer.configs] == [looks[0], *looks[2:]]
 
 
 def test_missing_matplotlib_is_said_before_measuring(monkeypatch):

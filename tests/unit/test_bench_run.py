@@ -1,6 +1,8 @@
 """``dflash2-sglang bench`` from end to end: SGLang's own load generator against servers that pretend."""
 
+import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tinypair
+from rich.console import Console
 
 from dflash2_sglang.bench import load, runner, session
 from dflash2_sglang.cli import servers
@@ -93,7 +96,7 @@ def test_a_whole_run(world, started, capsys):
     lengths = [place.get("acceptance_length") for place in whole["figures"]]
     assert lengths[0] is None and lengths[1]["values"] == lengths[2]["values"] == [2.5, 2.5]
     assert whole["figures"][1]["acceptance_by_depth"] == [1.0, 1.0, 0.5]
-    assert "1 texts differ; largest gap 0.30; 0 of them are not near ties" in out
+    assert "Texts that differ: 1; largest gap 0.30; not near ties" in out
     assert "9/9 mine, concurrency 1, plain, repeat 2:" in out
     assert "\x1b" not in out  # piped: no colours, no bars
     raw = whole["raw"]["load/mine/1/DFLASH/0"]
@@ -241,3 +244,20 @@ def test_a_data_set_of_sglang(world, capsys):
     more = ["--workload", f"sglang:custom={path}", "--only", "plain", "--repeats", "1"]
     assert bench(world, *more) == 0
     assert sorted(record(world)["prompts"]["custom"]["texts"]) == sorted(PROMPTS)
+
+
+def test_a_terminal_gets_bars():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    with runner.progress(console, 4) as bar:
+        bar.doing("starting plain")
+        bar.begin("maths, concurrency 1, plain, texts", 8)
+        bar.tick()
+        bar.bars.refresh()
+        bar.end("maths, concurrency 1, plain, texts", "done")
+        bar.bars.refresh()
+    shown = out.getvalue()
+    assert "\x1b[" in shown and "1/8" in shown and "1/4" in shown
+    assert "1/4 maths, concurrency 1, plain, texts: done" in re.sub(
+        r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown
+    )
