@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
-from compare import load_prompts
 from parity import encode
 
+from dflash2_sglang.bench.prompts import texts
 from dflash2_sglang.cli.demo_model import demo_drafter, ensure_demo_model
 from dflash2_sglang.cli.main import unwind_when_told_to_end
 from dflash2_sglang.cli.servers import Server, running, wait_ready
@@ -79,7 +79,7 @@ def main() -> None:
 
     model = ensure_demo_model()
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = [encode(tokenizer, text, None) for text in load_prompts(args.prompts, args.limit)]
+    prompts = [encode(tokenizer, text, None) for text in texts(args.prompts, args.limit)]
     common = ["--model-path", str(model), "--max-total-tokens", "16384"]
     common += ["--speculative-draft-model-path", str(demo_drafter()), "--speculative-algorithm"]
     with tempfile.TemporaryDirectory() as folder:

@@ -24,8 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from compare import load_prompts
-
+from dflash2_sglang.bench.prompts import texts
 from dflash2_sglang.cli.demo_model import demo_drafter, ensure_demo_model
 from dflash2_sglang.cli.main import unwind_when_told_to_end
 from dflash2_sglang.cli.servers import Server, running, wait_ready
@@ -169,7 +168,7 @@ def encoded(args: argparse.Namespace, system: str | None) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(ensure_demo_model())
-    return [encode(tokenizer, text, system) for text in load_prompts(args.prompts, args.limit)]
+    return [encode(tokenizer, text, system) for text in texts(args.prompts, args.limit)]
 
 
 def compare(plain: Server, ours: Server, args: argparse.Namespace) -> int:

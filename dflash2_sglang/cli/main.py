@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from types import FrameType, ModuleType
 
 from dflash2_sglang import __version__
-from dflash2_sglang.cli import demo, doctor, tree
+from dflash2_sglang.cli import bench, demo, doctor, tree
 
 PROGRAM = "dflash2-sglang"
-COMMANDS: dict[str, ModuleType] = {"demo": demo, "doctor": doctor, "tree": tree}
+COMMANDS: dict[str, ModuleType] = {"demo": demo, "doctor": doctor, "bench": bench, "tree": tree}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -32,7 +32,8 @@ def fake_world(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["demo", "--help"], ["tree", "--help"], ["--version"]]
+    "arguments",
+    [["--help"], *([name, "--help"] for name in ("demo", "tree", "bench")), ["--version"]],
 )
 def test_help_imports_nothing_heavy(arguments):
     script = (
