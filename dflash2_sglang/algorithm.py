@@ -46,6 +46,16 @@ class DFlash2Algorithm(CustomSpecAlgo):
         # The draft phase writes one block, not a KV chain per branch: no page rounding per branch.
         return False
 
+    def get_num_tokens_per_req_for_target_verify(
+        self, num_draft_tokens: int, is_draft_worker: bool
+    ) -> int:
+        """Width of a captured pass: the tree's nodes, but the block where the drafter runs."""
+        from sglang.srt.runtime_context import get_spec
+
+        if not is_draft_worker:
+            return num_draft_tokens
+        return int(get_spec().speculative_dflash_block_size)
+
     # The scheduler asks these two of every algorithm; the base class lacks them.
 
     def need_topk(self) -> bool:

@@ -79,7 +79,8 @@ class Drafting:
         size, block = anchor.shape[0], self.config.block_size
         ids = anchor.new_full((size, block), self.config.mask_token_id)
         ids[:, 0] = anchor
-        seq_lens_cpu = batch.seq_lens_cpu
+        # Host mirrors count the block, as SGLang's planner for captured block passes expects.
+        seq_lens_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + block
         forward = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=size,

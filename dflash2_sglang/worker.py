@@ -28,10 +28,24 @@ from dflash2_sglang.grammar.constrain import Constraint, masked
 from dflash2_sglang.hidden import hand_over, keep_final_states
 from dflash2_sglang.model.drafter import DFlash2Drafter
 from dflash2_sglang.parameters import RequestParameters
-from dflash2_sglang.state import DraftState, TreeVerifyInput
-from dflash2_sglang.tree.build import Tree
+from dflash2_sglang.selfcheck import SelfCheck
+from dflash2_sglang.state import DraftState
+from dflash2_sglang.tree_mask import mask_reader
+from dflash2_sglang.verify_input import VerifyInputs
 
 logger = logging.getLogger(__name__)
+
+
+def captures_graphs() -> bool:
+    """Whether passes of fixed shape are captured on this device."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.runtime_context import get_exec
+
+    graphs = get_exec().graph.cuda_graph_config
+    if graphs is None or graphs.decode.backend == Backend.DISABLED:
+        return False
+    return not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
 
 
 class DFlash2Worker(BaseSpecWorker):
@@ -68,6 +82,9 @@ class DFlash2Worker(BaseSpecWorker):
         self.constraint = Constraint(self.children)
         self.write_context = ContextWriter(bundle.draft_model, self.draft_runner)
         self.parameters = RequestParameters(self.device)
+        self.verify_input = VerifyInputs(
+            target_worker.model_runner, self.depth, self.nodes, self.children, self.parameters
+        )
         self.block = self.drafting.config.block_size
         self.window = max(self.nodes, self.block)
         self.plan_stream, self.plan_stream_ctx = get_plan_stream(self.device)
@@ -88,8 +105,20 @@ class DFlash2Worker(BaseSpecWorker):
     def spec_v2_attn_backends(self) -> tuple[Any, ...]:
         return (self.target_worker.model_runner.attn_backend, self.draft_runner.attn_backend)
 
+    def init_attention_backends(self) -> None:
+        super().init_attention_backends()
+        # A block is no tree: without this FlashAttention would ask it for a tree's mask.
+        mask_reader(self.draft_runner.attn_backend).topk = 1
+
     def init_cuda_graphs(self) -> None:
-        self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
+        """The drafter's block pass; the target's verify pass is captured already. Then the trial."""
+        self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures_graphs())
+        SelfCheck(
+            self.target_worker.model_runner,
+            self.verify_input,
+            self.drafting.head.top_k,
+            self.token_to_kv_pool_allocator,
+        )()
 
     @torch.inference_mode()
     def forward_batch_generation(
@@ -154,7 +183,7 @@ class DFlash2Worker(BaseSpecWorker):
         mask = None
         if batch.has_grammar:
             tree, mask = self.constraint(batch, tree, lattice, grammar_barrier)
-        batch.spec_info = self._verify_input(tree, prefix, slots)
+        batch.spec_info = self.verify_input(tree, prefix, slots)
         batch.spec_info.grammar_mask = mask
         with masked(batch):
             result = self._verify(batch)
@@ -164,43 +193,6 @@ class DFlash2Worker(BaseSpecWorker):
         hand_over(batch, result)
         result.next_draft_input = DraftState(result.next_draft_input.bonus_tokens.long())
         return result
-
-    def _verify_input(
-        self, tree: Tree, prefix: torch.Tensor, slots: torch.Tensor
-    ) -> TreeVerifyInput:
-        size, nodes = tree.tokens.shape
-        first = torch.arange(0, size * nodes, nodes, device=self.device)
-        return TreeVerifyInput(
-            tree=tree,
-            parameters=self.parameters,
-            draft_token=tree.tokens.flatten(),
-            custom_mask=self._full_mask(tree, prefix),
-            positions=(prefix.unsqueeze(1) + tree.depth).flatten(),
-            retrieve_index=first.unsqueeze(1) + self.node_index,
-            retrieve_next_token=tree.first_child,
-            retrieve_next_sibling=tree.next_sibling,
-            retrieve_cum_len=None,
-            spec_steps=self.depth,
-            topk=self.children,
-            draft_token_num=nodes,
-            capture_hidden_mode=CaptureHiddenMode.FULL,
-            seq_lens_sum=None,
-            seq_lens_cpu=None,
-            prepared_out_cache_loc=slots[:, :nodes].reshape(-1),
-        )
-
-    def _full_mask(self, tree: Tree, prefix: torch.Tensor) -> torch.Tensor:
-        """The mask as GPU backends read it: per request N rows over its prefix and its tree, flat.
-
-        The CPU backend reads ``TreeVerifyInput.tree_mask`` and needs no mask of the prefix.
-        """
-        if tree.mask.is_cpu:
-            return tree.mask.flatten()
-        rows = [
-            torch.cat((mask.new_ones(mask.shape[0], length), mask), 1).flatten()
-            for mask, length in zip(tree.mask, prefix.tolist(), strict=True)
-        ]
-        return torch.cat(rows)
 
     def _verify(self, batch: Any) -> GenerationBatchResult:
         """Target pass over the tree, acceptance (see ``acceptance.py``), accepted KV to the front."""

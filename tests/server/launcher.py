@@ -9,6 +9,7 @@ process group of its own; the answer is its process id. Nothing else differs fro
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -45,6 +46,8 @@ def serve(argv: list[str], log: str, env: dict[str, str]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(env)
     read_environment()
+    for name in env.get("DFLASH2_TEST_HOOKS", "").split():
+        importlib.import_module(name).install()  # modules of this folder
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None  # SGLang would ask for "spawn"
     code = 1
