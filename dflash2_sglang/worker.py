@@ -21,6 +21,7 @@ from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 from sglang.srt.speculative.spec_utils import get_plan_stream
 
 import dflash2_sglang.patches as patches
+from dflash2_sglang.backends import refuse_loaded
 from dflash2_sglang.config_refusals import ARCHITECTURES
 from dflash2_sglang.context import ContextWriter
 from dflash2_sglang.draft import Drafting
@@ -107,6 +108,8 @@ class DFlash2Worker(BaseSpecWorker):
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
+        mode = get_spec().speculative_attention_mode
+        refuse_loaded(self.target_worker.model_runner, self.children, mode)
         # A block is no tree: without this FlashAttention would ask it for a tree's mask.
         mask_reader(self.draft_runner.attn_backend).topk = 1
 

@@ -56,3 +56,33 @@ def test_sampled_rounds(server: Server) -> None:
     drawn = server.ask_all([PROMPTS[1]] * 4, concurrency=4, ignore_eos=True, **options)
     assert len({tuple(tokens) for tokens in ids(drawn)}) > 1
     assert acceptance(drawn) > 1.0
+
+
+# Captured graphs. Batches of 1, 2 and 4 are captured, so that three requests are padded.
+
+GRAPHS = {"DFLASH2_TEST_HOOKS": "stand_in_graphs"}
+CAPTURE = ("--cuda-graph-bs-decode", "1", "2", "4", "--disable-prefill-cuda-graph")
+
+
+@pytest.fixture(scope="module", params=[TREE, CHAIN], ids=["tree", "chain"])
+def captured_server(
+    request: pytest.FixtureRequest, plain: Answers, serve_triton: Any, pairs: Pairs
+) -> Iterator[Server]:
+    pair = pairs.pair(window=48)
+    flags = (*request.param, *CAPTURE, "--max-running-requests", "4", "--page-size", "16")
+    with serve_triton(pair.target, pair.drafter, *flags, env=GRAPHS) as server:
+        yield server
+        assert server.errors() == []
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_captured_passes_equal_plain_decoding(
+    captured_server: Server, plain: Answers, batch: int
+) -> None:
+    asked = slice(1, 2) if batch == 1 else slice(0, 3)
+    answers = run(captured_server, PROMPTS[asked], concurrency=batch, tokens=TOKENS)
+    assert_same(answers, plain[asked])
+    assert acceptance(answers) > 1.8
+    log = captured_server.log.read_text()
+    assert "self-check: trees verified as text" in log
+    assert ", captured;" in log

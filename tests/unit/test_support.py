@@ -9,8 +9,6 @@ import pytest
 
 from dflash2_sglang.support import (
     REFUSALS,
-    TREE_BACKENDS,
-    refuse_backends,
     refuse_request,
     refuse_settings,
 )
@@ -64,7 +62,6 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
 
 def test_nothing_special_is_served() -> None:
     refuse_settings(arguments())
-    refuse_backends(arguments())
 
 
 @pytest.mark.parametrize(("setting", "change"), cases(), ids=lambda value: str(value))
@@ -93,25 +90,6 @@ def test_settings(setting: str, change: dict[str, Any]) -> None:
 )
 def test_what_is_not_refused(change: dict[str, Any]) -> None:
     refuse_settings(arguments(**change))
-
-
-FLAGS = [
-    "attention_backend",
-    "decode_attention_backend",
-    "prefill_attention_backend",
-    "speculative_draft_attention_backend",
-]
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_backends(flag: str) -> None:
-    for backend in TREE_BACKENDS:
-        refuse_backends(arguments(**{flag: backend}))
-    for backend in ("torch_native", "trtllm_mha", "intel_amx", "aiter"):
-        with pytest.raises(ValueError, match="cannot mask a tree") as caught:
-            refuse_backends(arguments(**{flag: backend}))
-        assert f"--{flag.replace('_', '-')} {backend}" in str(caught.value)
-        assert ", ".join(TREE_BACKENDS) in str(caught.value)
 
 
 # Requests.
