@@ -28,6 +28,7 @@ RESOLVED = (
     "attention_backend",
     "prefill_attention_backend",
     "decode_attention_backend",
+    "speculative_attention_mode",
     "speculative_draft_attention_backend",
     "speculative_num_steps",
     "speculative_eagle_topk",

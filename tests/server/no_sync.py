@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from typing import Any
 
 import torch
@@ -49,7 +48,6 @@ class Guard(TorchFunctionMode):
 
     def __init__(self, host: list[torch.Tensor]) -> None:
         super().__init__()
-        self.host = weakref.WeakSet[Any]()
         self.ids: dict[int, Any] = {}
         for tensor in host:
             self.mark(tensor)
@@ -85,9 +83,11 @@ class Guard(TorchFunctionMode):
         if name == "where":
             return len(args) == 1
         if name in INDEXING:
-            return any(
-                isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8)
-                for x in tree_leaves(args[1])
+            leaves = tree_leaves(args[1])
+            bounds = [b for x in leaves if isinstance(x, slice) for b in (x.start, x.stop, x.step)]
+            masks = (torch.bool, torch.uint8)
+            return any(self.on_device(b) for b in bounds) or any(
+                isinstance(x, torch.Tensor) and x.dtype in masks for x in leaves
             )
         return name == "repeat_interleave" and any(self.on_device(x) for x in args[1:2])
 

@@ -16,7 +16,7 @@ from workload import Answers, assert_same, random_ids, run
 
 NO_SYNC = {"DFLASH2_TEST_HOOKS": "no_sync"}
 PROMPTS = [random_ids(n, ("triton", n)) for n in (1, 17, 33, 70)]
-TOKENS = 24  # an interpreted round takes a second
+TOKENS = 18  # an interpreted round takes up to a second
 CHAIN = ("--speculative-eagle-topk", "1")
 TREE = ("--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "12")
 
@@ -52,7 +52,7 @@ def test_equals_plain_decoding(server: Server, plain: Answers, batch: int) -> No
 
 def test_sampled_rounds(server: Server) -> None:
     """No parity to check: that they run, differ, and never wait for the device."""
-    options = {"temperature": 1.2, "top_p": 0.95, "top_k": 40, "max_new_tokens": 12}
+    options = {"temperature": 1.2, "top_p": 0.95, "top_k": 40, "max_new_tokens": 8}
     drawn = server.ask_all([PROMPTS[1]] * 4, concurrency=4, ignore_eos=True, **options)
     assert len({tuple(tokens) for tokens in ids(drawn)}) > 1
     assert acceptance(drawn) > 1.0
