@@ -187,6 +187,11 @@ def resolve(args: Any, case: Case, *, on_cpu: bool) -> None:
     for other in FLAGS[1:] if on_cpu else ():  # nothing else attends on a CPU, verifying or not
         if (value := getattr(args, other)) is not None and value not in names:
             raise ValueError(refusal(flag_of(other), value, case, names))
+    if on_cpu and case.kv in UNROUNDED[1:] and args.dtype != "bfloat16":
+        raise ValueError(
+            f"DFLASH2 does not support --kv-cache-dtype {case.kv} with --dtype {args.dtype} on a CPU: "
+            f"{BY_NAME['dflash2_cpu'].float8_why}; use --kv-cache-dtype auto."
+        )
     flag, name = verifying(args)
     problem = None if name is None else refusal(flag, name, case, names)
     if problem is not None:

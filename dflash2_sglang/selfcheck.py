@@ -15,9 +15,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -25,6 +27,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from torch import Tensor
 
+from dflash2_sglang.consistency import inconsistency, longest_paths
 from dflash2_sglang.state import TreeVerifyInput
 from dflash2_sglang.tree.build import Tree, assemble, build_tree
 from dflash2_sglang.tree.lattice import Lattice
@@ -32,6 +35,7 @@ from dflash2_sglang.tree.lattice import Lattice
 logger = logging.getLogger(__name__)
 
 PATHS = 6  # of each tree that are run as text
+SHARPNESS = (5.0, 1.5)  # of the two lattices: a deep tree, then a broad one
 # Largest relative difference of a node's logits: graph against eager, tree against text. The kernels of
 # the first pair are the same. Those of the second sum in other orders, and 16 bits show that.
 TOLERANCE = {torch.float32: (1e-4, 1e-3)}
@@ -45,13 +49,14 @@ class SelfCheckError(RuntimeError):
 class SelfCheck:
     """Of one target and the code that makes its verify inputs."""
 
-    def __init__(self, runner: Any, verify_input: Any, width: int, allocator: Any) -> None:
-        """width: candidates of a position; allocator: SGLang's, of the KV slots."""
+    def __init__(self, runner: Any, verify_input: Any, drafting: Any, allocator: Any) -> None:
+        """runner: the target's ModelRunner; allocator: SGLang's, of the KV slots."""
         self.runner, self.verify_input, self.allocator = runner, verify_input, allocator
+        self.drafting = drafting
         self.depth, self.nodes = verify_input.depth, verify_input.nodes
         self.children, self.device = verify_input.children, runner.device
         self.vocab = int(runner.model_config.vocab_size)
-        self.width = min(width, self.vocab)
+        self.width = min(drafting.head.top_k, self.vocab)
         self.random = torch.Generator().manual_seed(2)
 
     @torch.inference_mode()
@@ -60,24 +65,39 @@ class SelfCheck:
         started = time.perf_counter()
         lengths = (1 + self.nodes, 1 + self.nodes - self.nodes // 3)
         tolerance = TOLERANCE.get(self.runner.dtype, TOLERANCE_16_BIT)
-        with self._scratch(max(lengths) + self.nodes) as (row, slots):
+        window = max(self.nodes, self.drafting.config.block_size)
+        needed = max(lengths) + window
+        room = min(self.allocator.size, self.runner.req_to_token_pool.req_to_token.shape[1])
+        if needed > room:
+            logger.warning("DFLASH2 self-check left out: it needs %d slots of %d.", needed, room)
+            return
+        with self._scratch(needed) as (row, slots):
             self._write_context(row, slots)
-            worst = [self._try(row, slots, length, tolerance) for length in lengths]
+            for length in lengths if captured(self.drafting.runner) else ():
+                self._try_block(row, slots, length, tolerance[0])
+            worst = [
+                self._try(row, slots, length, self._tree(sharpness), tolerance)
+                for length, sharpness in zip(lengths, SHARPNESS, strict=True)
+            ]
         logger.info(
             "DFLASH2 self-check: trees verified as text in %.2f s, %s; largest relative differences: "
             "to eager %.1e, to text %.1e.",
             time.perf_counter() - started,
-            "captured" if self._captured() else "eager",
+            "captured" if captured(self.runner) else "eager",
             max(w[0] for w in worst),
             max(w[1] for w in worst),
         )
 
     def _try(
-        self, row: Tensor, slots: Tensor, length: int, tolerance: tuple[float, float]
+        self,
+        row: Tensor,
+        slots: Tensor,
+        length: int,
+        tree: Tree,
+        tolerance: tuple[float, float],
     ) -> tuple[float, float]:
         prefix = torch.tensor([length], device=self.device)
         window = slots[None, length : length + self.nodes]
-        tree = self._tree()
         verify = self.verify_input(tree, prefix, window)
         problem = inconsistency(verify, prefix)
         if problem is not None:
@@ -87,10 +107,14 @@ class SelfCheck:
             )
         served = self._run(verify, row, prefix, window)
         to_eager = 0.0
-        if self._captured():
-            with self._eagerly():
+        if captured(self.runner):
+            stored = self._stored(window)
+            with eagerly(self.runner):
                 eager = self._run(verify, row, prefix, window)
-            to_eager = float(difference(served, eager).max())
+            to_eager = max(
+                float(difference(served, eager).max()),
+                float(difference(stored, self._stored(window)).max()),
+            )
         to_text = self._against_text(served, tree, row, prefix, window)
         if not to_eager <= tolerance[0]:
             raise SelfCheckError(
@@ -106,22 +130,49 @@ class SelfCheck:
             )
         return to_eager, to_text
 
-    def _tree(self) -> Tree:
+    def _try_block(self, row: Tensor, slots: Tensor, length: int, allowed: float) -> None:
+        """The drafter's block pass, captured against eager: a fault there would only cost acceptance."""
+        lengths = torch.tensor([length])
+        batch = SimpleNamespace(
+            seq_lens=lengths.to(self.device),
+            seq_lens_cpu=lengths,
+            req_pool_indices=row,
+            spec_algorithm=self.runner.spec_algorithm,
+        )
+        anchor = torch.randint(self.vocab, (1,), generator=self.random).to(self.device)
+        served = self.drafting.block(batch, anchor, slots[None, length:]).clone()
+        with eagerly(self.drafting.runner):
+            eager = self.drafting.block(batch, anchor, slots[None, length:])
+        differs = float(difference(served[0].float(), eager[0].float()).max())
+        if not differs <= allowed:
+            raise SelfCheckError(
+                "DFLASH2 refuses to serve: the drafter's pass from the captured CUDA graph differs from the "
+                f"eager one by {differs:.1e} where {allowed:.0e} is allowed; start with "
+                "--disable-cuda-graph."
+            )
+
+    def _tree(self, sharpness: float) -> Tree:
         """From a random lattice, by the code that will serve."""
         shape = (self.depth, self.width)
         order = torch.rand(self.depth, self.vocab, generator=self.random).argsort(-1)
         tokens = order[:, : self.width].unsqueeze(0)
-        scores = 2 * torch.randn(1, *shape, self.width, generator=self.random)
+        scores = sharpness * torch.randn(1, *shape, self.width, generator=self.random)
         anchor = torch.randint(self.vocab, (1,), generator=self.random)
         lattice = Lattice(tokens.to(self.device), scores.log_softmax(-1).to(self.device))
         return build_tree(lattice, anchor.to(self.device), self.nodes, self.children)
+
+    def _stored(self, window: Tensor) -> Tensor:
+        """Keys and values that the last layer left in the slots ``window`` [1, N], as [N, ...]."""
+        layers = [m for m in self.runner.model.modules() if isinstance(m, RadixAttention)]
+        buffers = self.runner.token_to_kv_pool.get_kv_buffer(layers[-1].layer_id)
+        return torch.cat([buffer[window[0]].flatten(1).float() for buffer in buffers], -1)
 
     def _write_context(self, row: Tensor, slots: Tensor) -> None:
         """KV of random text, behind one token whose KV is what lies in its slot (zeros)."""
         prefix = torch.ones(1, dtype=torch.int64, device=self.device)
         tokens = torch.randint(self.vocab, (self.nodes,), generator=self.random)
         window = slots[None, 1 : 1 + self.nodes]
-        with self._eagerly():
+        with eagerly(self.runner):
             self._run(self._chain(tokens.to(self.device), 1, window), row, prefix, window)
 
     def _against_text(
@@ -133,7 +184,7 @@ class SelfCheck:
             tokens = torch.zeros(self.nodes, dtype=torch.int64, device=self.device)
             tokens[: len(path)] = tree.tokens[0, nodes]
             chain = self._chain(tokens, int(prefix), window)
-            with self._eagerly():
+            with eagerly(self.runner):
                 text = self._run(chain, row, prefix, window)[: len(path)]
             worst = max(worst, float(difference(served[nodes], text).max()))
         return worst
@@ -194,20 +245,6 @@ class SelfCheck:
         output = self.runner.forward(batch).logits_output
         return output.next_token_logits.float().clone()
 
-    def _captured(self) -> bool:
-        from sglang.srt.model_executor.runner.eager_runner import EagerRunner
-
-        graphs = self.runner.decode_cuda_graph_runner
-        return graphs is not None and not isinstance(graphs, EagerRunner)
-
-    @contextlib.contextmanager
-    def _eagerly(self) -> Iterator[None]:
-        graphs, self.runner.decode_cuda_graph_runner = self.runner.decode_cuda_graph_runner, None
-        try:
-            yield
-        finally:
-            self.runner.decode_cuda_graph_runner = graphs
-
     @contextlib.contextmanager
     def _scratch(self, length: int) -> Iterator[tuple[Tensor, Tensor]]:
         """A row of the slot table [1] and its slots [length]: borrowed, not allocated.
@@ -232,53 +269,24 @@ class SelfCheck:
                 cells.copy_(values)
 
 
+def captured(runner: Any) -> bool:
+    """Whether a ModelRunner replays graphs."""
+    from sglang.srt.model_executor.runner.eager_runner import EagerRunner
+
+    graphs = runner.decode_cuda_graph_runner
+    return graphs is not None and not isinstance(graphs, EagerRunner)
+
+
+@contextlib.contextmanager
+def eagerly(runner: Any) -> Iterator[None]:
+    graphs, runner.decode_cuda_graph_runner = runner.decode_cuda_graph_runner, None
+    try:
+        yield
+    finally:
+        runner.decode_cuda_graph_runner = graphs
+
+
 def difference(ours: Tensor, theirs: Tensor) -> Tensor:
     """Of logits [N, V], by node: the distance in units of how far ``theirs`` spread, [N]."""
     spread = (theirs - theirs.mean(-1, keepdim=True)).norm(dim=-1)
     return (ours - theirs).norm(dim=-1) / spread
-
-
-def longest_paths(parent: list[int], most: int) -> list[list[int]]:
-    """Paths from the root to at most ``most`` leaves, the longest first."""
-    paths: list[list[int]] = []
-    for node, above in enumerate(parent):
-        paths.append([*(paths[above] if above >= 0 else []), node])
-    leaves = set(range(len(parent))) - set(parent)
-    return sorted((paths[leaf] for leaf in leaves), key=len, reverse=True)[:most]
-
-
-def inconsistency(verify: TreeVerifyInput, prefix: Tensor) -> str | None:
-    """What a verify input of one request says of its tree against the parents; None: all as it should be.
-
-    prefix [1] int64, its committed tokens
-    """
-    tree = verify.tree
-    parent = tree.parent[0].tolist()
-    depth, child, sibling = _derived(parent)
-    paths = [{i} for i in range(len(parent))]
-    for node, above in enumerate(parent[1:], 1):
-        paths[node] |= paths[above]
-    mask = [[j in path for j in range(len(parent))] for path in paths]
-    told = {
-        "a depth is wrong": (tree.depth[0].tolist(), depth),
-        "a mask is wrong": (tree.mask[0].tolist(), mask),
-        "a link to a child is wrong": (verify.retrieve_next_token[0].tolist(), child),
-        "a link to a sibling is wrong": (verify.retrieve_next_sibling[0].tolist(), sibling),
-        "a position is wrong": (verify.positions.tolist(), [int(prefix) + d for d in depth]),
-        "a token is at the wrong place": (verify.draft_token.tolist(), tree.tokens[0].tolist()),
-    }
-    return next((problem for problem, (is_, should) in told.items() if is_ != should), None)
-
-
-def _derived(parent: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """(depth, first child, next sibling) of each node, -1 where none."""
-    depth, child, sibling = [0], [-1] * len(parent), [-1] * len(parent)
-    last: dict[int, int] = {}
-    for node, above in enumerate(parent[1:], 1):
-        depth.append(depth[above] + 1)
-        if above in last:
-            sibling[last[above]] = node
-        else:
-            child[above] = node
-        last[above] = node
-    return depth, child, sibling

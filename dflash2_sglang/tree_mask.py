@@ -79,17 +79,17 @@ class TreeMask:
         flat.write(mask, prefix)
         return flat.buffer
 
+    def reserve(self, batch: int, backend: Any) -> None:
+        """Allocate now what batches of up to ``batch`` requests need."""
+        self._buffer(batch, backend)
+
     def _buffer(self, batch: int, backend: Any) -> FlatMask:
         theirs = backend.verify_mask
         if theirs is not None and theirs.is_read and theirs.fits(batch):
             if self.theirs is None or self.theirs.buffer is not theirs.buffer:
                 self.theirs = FlatMask(theirs.buffer)
             return self.theirs
-        if self.ours is None or self.ours.buffer.numel() < self._cells(batch):
-            size = 1 << (batch - 1).bit_length()
-            fresh = torch.empty(self._cells(size), dtype=torch.bool, device=self.device)
-            self.ours = FlatMask(fresh)
+        cells = batch * self.nodes * self.width
+        if self.ours is None or self.ours.buffer.numel() < cells:
+            self.ours = FlatMask(torch.empty(cells, dtype=torch.bool, device=self.device))
         return self.ours
-
-    def _cells(self, batch: int) -> int:
-        return batch * self.nodes * self.width

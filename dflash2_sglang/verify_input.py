@@ -48,11 +48,20 @@ class VerifyInputs:
             prepared_out_cache_loc=slots[:, :nodes].reshape(-1),
         )
 
+    def reserve(self, batch: int) -> None:
+        """Allocate the mask of batches of up to ``batch`` requests, before the first is served."""
+        backend = mask_reader(self.runner.attn_backend)
+        if not getattr(backend, "reads_tree_mask", False):
+            self._flat().reserve(batch, backend)
+
     def _mask(self, tree: Tree, prefix: torch.Tensor) -> torch.Tensor:
         backend = mask_reader(self.runner.attn_backend)
         if getattr(backend, "reads_tree_mask", False):
             return tree.mask.flatten()  # the CPU's backend takes ``TreeVerifyInput.tree_mask``
+        return self._flat()(tree.mask, prefix, backend)
+
+    def _flat(self) -> TreeMask:
         if self.mask is None:
             table = self.runner.req_to_token_pool.req_to_token
             self.mask = TreeMask(self.nodes, table.shape[1] + self.nodes, self.runner.device)
-        return self.mask(tree.mask, prefix, backend)
+        return self.mask

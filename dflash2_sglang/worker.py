@@ -116,10 +116,12 @@ class DFlash2Worker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         """The drafter's block pass; the target's verify pass is captured already. Then the trial."""
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures_graphs())
+        runner = self.target_worker.model_runner
+        self.verify_input.reserve(runner.max_running_requests)
         SelfCheck(
-            self.target_worker.model_runner,
+            runner,
             self.verify_input,
-            self.drafting.head.top_k,
+            self.drafting,
             self.token_to_kv_pool_allocator,
         )()
 

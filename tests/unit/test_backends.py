@@ -88,6 +88,7 @@ def arguments(**changes: Any) -> Any:
         "speculative_draft_attention_backend": None,
         "page_size": 1,
         "kv_cache_dtype": "auto",
+        "dtype": "bfloat16",
         "_raw_input": {name: value for name, value in changes.items() if name in unset},
     }
     return SimpleNamespace(**{**given, **changes})
@@ -151,6 +152,13 @@ def test_the_drafters_backend() -> None:
 def test_the_cpu(monkeypatch: pytest.MonkeyPatch, interpreted: str, names: int) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     assert backends.available(on_cpu=True) == ("dflash2_cpu", "triton")[:names]
+
+
+def test_caches_of_another_type_on_the_cpu() -> None:
+    kept = arguments(attention_backend="dflash2_cpu")
+    backends.resolve(kept, Case(8, kv="bf16"), on_cpu=True)
+    with pytest.raises(ValueError, match="--kv-cache-dtype bf16 with --dtype float32 on a CPU"):
+        backends.resolve(arguments(dtype="float32"), Case(8, kv="bf16"), on_cpu=True)
 
 
 # What is known only when the target is loaded.

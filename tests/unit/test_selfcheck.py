@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash2_sglang.selfcheck import difference, inconsistency, longest_paths
+from dflash2_sglang.consistency import inconsistency, longest_paths
+from dflash2_sglang.selfcheck import difference
 from dflash2_sglang.tree.build import assemble
 
 parents = st.integers(2, 12).flatmap(

@@ -72,9 +72,9 @@ def test_a_buffer_that_is_not_read_is_left_alone() -> None:
 
 def test_the_buffer_stays_where_it_is() -> None:
     made = TreeMask(NODES, WIDTH, "cpu")
+    made.reserve(4, backend())
     places = {
-        made(masks(batch, batch), torch.arange(batch), backend()).data_ptr()
-        for batch in (4, 1, 3, 4)
+        made(masks(batch, batch), torch.arange(batch), backend()).data_ptr() for batch in (1, 4, 3)
     }
     assert len(places) == 1
 
