@@ -238,8 +238,10 @@ def _draft_backend(args: Any) -> str:
 
 
 def leave_graphs_on(args: Any) -> bool:
-    """Whether decode graphs are captured: on CUDA, where the self-check tries them before serving."""
-    return args.device == "cuda"
+    """Whether decode graphs are captured. Nowhere yet: with the stand-in for graphs of the tests, texts
+    go wrong after the first round (docs/gpu.md), although the self-check passes.
+    """
+    return False
 
 
 def _resolve_decode_graph(args: Any) -> None:
@@ -250,7 +252,7 @@ def _resolve_decode_graph(args: Any) -> None:
         return
     args.cuda_graph_config = with_phase(graphs, Phase.DECODE, backend=Backend.DISABLED)
     if args.device != "cpu":
-        logger.warning("DFLASH2 captures no decode graphs on %s: they are off.", args.device)
+        logger.warning("DFLASH2 does not capture decode graphs yet: they are off.")
 
 
 def register() -> None:
