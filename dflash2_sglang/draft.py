@@ -57,7 +57,7 @@ class Drafting:
         self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor
     ) -> tuple[Tree, Lattice]:
         """anchor [B] int64; slots [B, >= G] int64, the requests' KV slots from seq_lens on."""
-        lattice = self._lattice(batch, anchor, self._block(batch, anchor, slots))
+        lattice = self._lattice(batch, anchor, self.block(batch, anchor, slots))
         draws = self._draws(batch, anchor.shape[0], anchor.device)
         return kernels.build_tree(lattice, anchor, self.nodes, self.children, draws), lattice
 
@@ -79,12 +79,13 @@ class Drafting:
             info.temperatures.view(-1),
         )
 
-    def _block(self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def block(self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Hidden states of the D mask positions that are used, [B, D, H]."""
         size, block = anchor.shape[0], self.config.block_size
         ids = anchor.new_full((size, block), self.config.mask_token_id)
         ids[:, 0] = anchor
-        seq_lens_cpu = batch.seq_lens_cpu
+        # Host mirrors count the block, as SGLang's planner for captured block passes expects.
+        seq_lens_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + block
         forward = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=size,

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from dataclasses import dataclass
 from typing import Literal
 
@@ -227,8 +226,6 @@ FEATURES = (
 
 def tree_backends() -> tuple[str, ...]:
     """Attention backends that can mask a tree, from the one table that refuses the others."""
-    from dflash2_sglang import support
+    from dflash2_sglang import backends
 
-    if hasattr(support, "TREE_BACKENDS"):
-        return support.TREE_BACKENDS
-    return pkgutil.resolve_name("dflash2_sglang.backends:NAMES")
+    return backends.NAMES

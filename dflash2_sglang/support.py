@@ -1,4 +1,4 @@
-"""The one place that knows which SGLang settings DFLASH2 refuses, and what to do instead."""
+"""Which SGLang settings DFLASH2 refuses, and what to do instead; attention backends: ``backends.py``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash2_sglang import hybrid
-
-TREE_BACKENDS = ("flashinfer", "triton", "fa3", "dflash2_cpu")
 
 
 @dataclass(frozen=True)
@@ -97,18 +95,6 @@ def refuse_settings(args: Any) -> None:
     for refusal in REFUSALS:
         if refusal.wants(args):
             raise ValueError(refusal.message)
-
-
-def refuse_backends(args: Any) -> None:
-    """Raise ValueError where an attention backend would verify a tree as if it were a chain."""
-    flags = ("attention_backend", "decode_attention_backend", "prefill_attention_backend")
-    for flag in (*flags, "speculative_draft_attention_backend"):
-        backend = getattr(args, flag)
-        if backend is not None and backend not in TREE_BACKENDS:
-            raise ValueError(
-                f"DFLASH2 does not support --{flag.replace('_', '-')} {backend}, which cannot mask a "
-                f"tree: use one of {', '.join(TREE_BACKENDS)}."
-            )
 
 
 def refuse_recurrent(args: Any, model_config: Any, nodes: int) -> None:

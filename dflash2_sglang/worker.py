@@ -22,6 +22,7 @@ from sglang.srt.speculative.spec_utils import get_plan_stream
 
 import dflash2_sglang.patches as patches
 from dflash2_sglang import __version__
+from dflash2_sglang.backends import refuse_loaded
 from dflash2_sglang.config_refusals import ARCHITECTURES
 from dflash2_sglang.context import ContextWriter
 from dflash2_sglang.draft import Drafting
@@ -29,12 +30,26 @@ from dflash2_sglang.grammar.constrain import Constraint, masked
 from dflash2_sglang.hidden import hand_over, keep_final_states
 from dflash2_sglang.model.drafter import DFlash2Drafter
 from dflash2_sglang.parameters import RequestParameters
-from dflash2_sglang.state import DraftState, TreeVerifyInput
+from dflash2_sglang.selfcheck import SelfCheck
+from dflash2_sglang.state import DraftState
 from dflash2_sglang.telemetry import DRAFT, OTHER, VERIFY, RoundClock, RoundRecord
 from dflash2_sglang.trace import recorder
-from dflash2_sglang.tree.build import Tree
+from dflash2_sglang.tree_mask import mask_reader
+from dflash2_sglang.verify_input import VerifyInputs
 
 logger = logging.getLogger(__name__)
+
+
+def captures_graphs() -> bool:
+    """Whether passes of fixed shape are captured on this device."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.runtime_context import get_exec
+
+    graphs = get_exec().graph.cuda_graph_config
+    if graphs is None or graphs.decode.backend == Backend.DISABLED:
+        return False
+    return not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
 
 
 class DFlash2Worker(BaseSpecWorker):
@@ -74,6 +89,9 @@ class DFlash2Worker(BaseSpecWorker):
         self.draft_model_path = server_args.speculative_draft_model_path
         self.draft_backend = bundle.resolved_attention_backend
         self.trace = recorder(depth=self.depth, nodes=self.nodes, children=self.children)
+        self.verify_input = VerifyInputs(
+            target_worker.model_runner, self.depth, self.nodes, self.children, self.parameters
+        )
         self.block = self.drafting.config.block_size
         self.window = max(self.nodes, self.block)
         self.plan_stream, self.plan_stream_ctx = get_plan_stream(self.device)
@@ -110,8 +128,24 @@ class DFlash2Worker(BaseSpecWorker):
             "draft_attention_backend": self.draft_backend,
         }
 
+    def init_attention_backends(self) -> None:
+        super().init_attention_backends()
+        mode = get_spec().speculative_attention_mode
+        refuse_loaded(self.target_worker.model_runner, self.children, mode)
+        # A block is no tree: without this FlashAttention would ask it for a tree's mask.
+        mask_reader(self.draft_runner.attn_backend).topk = 1
+
     def init_cuda_graphs(self) -> None:
-        self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
+        """The drafter's block pass; the target's verify pass is captured already. Then the trial."""
+        self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures_graphs())
+        runner = self.target_worker.model_runner
+        self.verify_input.reserve(runner.max_running_requests)
+        SelfCheck(
+            runner,
+            self.verify_input,
+            self.drafting,
+            self.token_to_kv_pool_allocator,
+        )()
 
     @torch.inference_mode()
     def forward_batch_generation(
@@ -179,7 +213,7 @@ class DFlash2Worker(BaseSpecWorker):
         mask = None
         if batch.has_grammar:
             tree, mask = self.constraint(batch, tree, lattice, grammar_barrier, record.grammar)
-        batch.spec_info = self._verify_input(tree, prefix, slots)
+        batch.spec_info = self.verify_input(tree, prefix, slots)
         batch.spec_info.grammar_mask = mask
         record.clock.lap(OTHER)
         with masked(batch):
@@ -195,43 +229,6 @@ class DFlash2Worker(BaseSpecWorker):
         if self.trace is not None:
             self.trace(batch, tree, lattice, prefix, result)
         return result
-
-    def _verify_input(
-        self, tree: Tree, prefix: torch.Tensor, slots: torch.Tensor
-    ) -> TreeVerifyInput:
-        size, nodes = tree.tokens.shape
-        first = torch.arange(0, size * nodes, nodes, device=self.device)
-        return TreeVerifyInput(
-            tree=tree,
-            parameters=self.parameters,
-            draft_token=tree.tokens.flatten(),
-            custom_mask=self._full_mask(tree, prefix),
-            positions=(prefix.unsqueeze(1) + tree.depth).flatten(),
-            retrieve_index=first.unsqueeze(1) + self.node_index,
-            retrieve_next_token=tree.first_child,
-            retrieve_next_sibling=tree.next_sibling,
-            retrieve_cum_len=None,
-            spec_steps=self.depth,
-            topk=self.children,
-            draft_token_num=nodes,
-            capture_hidden_mode=CaptureHiddenMode.FULL,
-            seq_lens_sum=None,
-            seq_lens_cpu=None,
-            prepared_out_cache_loc=slots[:, :nodes].reshape(-1),
-        )
-
-    def _full_mask(self, tree: Tree, prefix: torch.Tensor) -> torch.Tensor:
-        """The mask as GPU backends read it: per request N rows over its prefix and its tree, flat.
-
-        The CPU backend reads ``TreeVerifyInput.tree_mask`` and needs no mask of the prefix.
-        """
-        if tree.mask.is_cpu:
-            return tree.mask.flatten()
-        rows = [
-            torch.cat((mask.new_ones(mask.shape[0], length), mask), 1).flatten()
-            for mask, length in zip(tree.mask, prefix.tolist(), strict=True)
-        ]
-        return torch.cat(rows)
 
     def _verify(self, batch: Any) -> GenerationBatchResult:
         """Target pass over the tree, acceptance (see ``acceptance.py``), accepted KV to the front."""

@@ -31,6 +31,7 @@ RESOLVED = (
     "attention_backend",
     "prefill_attention_backend",
     "decode_attention_backend",
+    "speculative_attention_mode",
     "speculative_draft_attention_backend",
     "speculative_num_steps",
     "speculative_eagle_topk",
@@ -86,8 +87,8 @@ def versions(found: Checkup) -> None:
 def device(found: Checkup) -> None:
     from sglang.srt.platforms import current_platform
 
-    from dflash2_sglang.cpu.platform import ATTENTION_BACKEND, CpuPlatform
-    from dflash2_sglang.support import TREE_BACKENDS
+    from dflash2_sglang.backends import available
+    from dflash2_sglang.cpu.platform import CpuPlatform
 
     on_cpu = isinstance(current_platform, CpuPlatform)
     found.sections["device"] = {
@@ -95,9 +96,7 @@ def device(found: Checkup) -> None:
         "processor": processor(),
         "memory_gib": round(host_memory() / 2**30, 1),
         "platform": "CPU platform of this package" if on_cpu else type(current_platform).__name__,
-        "attention_backends": [
-            name for name in TREE_BACKENDS if (name == ATTENTION_BACKEND) == on_cpu
-        ],
+        "attention_backends": list(available(on_cpu=on_cpu)),
     }
 
 

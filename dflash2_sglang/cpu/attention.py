@@ -116,6 +116,8 @@ class Prompt:
 class CpuAttnBackend(AttentionBackend):
     """SGLang attention backend ``dflash2_cpu``; target and drafter each own one."""
 
+    reads_tree_mask = True  # of the verify input, instead of a flat mask over the prefix
+
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         self.req_to_token = model_runner.req_to_token_pool.req_to_token

@@ -31,6 +31,15 @@ def has_accelerator() -> bool:
     return bool(getattr(getattr(torch, "npu", None), "is_available", lambda: False)())
 
 
+def attention_backends() -> tuple[str, ...]:
+    """Attention backends that run on a CPU; SGLang's Triton kernels do in Triton's interpreter.
+
+    That is slow. It is there to try the path of GPUs without one.
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return (ATTENTION_BACKEND, "triton") if interpreted else (ATTENTION_BACKEND,)
+
+
 def activate() -> str | None:
     """Entry point: the platform's class path, or None to leave the machine to SGLang."""
     chosen = os.environ.get("SGLANG_PLATFORM", "")
@@ -98,7 +107,7 @@ class CpuPlatform(SRTPlatform):
         return algorithm in ALGORITHMS
 
     def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
-        return algorithm in ALGORITHMS and backend == ATTENTION_BACKEND
+        return algorithm in ALGORITHMS and backend in attention_backends()
 
     def support_mamba_cache_extra_buffer(self) -> bool:
         return True

@@ -113,26 +113,26 @@ class DFlash2Drafter(nn.Module):
         input_ids: Tensor | None,
         positions: Tensor,
         forward_batch: Any,
-        input_embeds: Tensor | None = None,
+        embeds: Tensor | None = None,
         get_embedding: bool = False,
         pp_proxy_tensors: Any = None,
     ) -> LogitsProcessorOutput:
         """Hidden states [T, H] after the final norm, for T = B * G embedded tokens.
 
-        positions     [T] int64
-        input_embeds  [T, H] rows of the target's embedding, not scaled by ``embed_scale``; without
-                      them, those of input_ids [T] in the borrowed embedding. SGLang's model runner
-                      would round them to bfloat16 on the way here, whatever the model's dtype.
+        positions  [T] int64
+        embeds     [T, H] rows of the target's embedding, not scaled by ``embed_scale``; without them,
+                   those of input_ids [T] in the borrowed embedding. Not called ``input_embeds``:
+                   under that name SGLang rounds them to bfloat16, and captured graphs of this family
+                   read them from a buffer that nothing here fills.
         """
-        if input_embeds is None:
+        if embeds is None:
             if self._embed is None or input_ids is None:
                 raise ValueError("The drafter has no embedding: lend it the target's.")
-            input_embeds = self._embed(input_ids)
-        x = input_embeds.to(self.dtype)
+            embeds = self._embed(input_ids)
+        x = embeds.to(self.dtype)
         if x.shape[0] % self.block_size:
             raise ValueError(
-                f"input_embeds has {x.shape[0]} rows, not a multiple of block_size="
-                f"{self.block_size}."
+                f"embeds has {x.shape[0]} rows, not a multiple of block_size={self.block_size}."
             )
         if x.shape[0]:
             x = self._run(

@@ -36,9 +36,8 @@ def launcher(logs: Iterator[Path]) -> Iterator[Launcher]:
 Serve = Callable[..., Server]
 
 
-@pytest.fixture(scope="session")
-def serve(logs: Iterator[Path], launcher: Launcher) -> Serve:
-    """``with serve(target, drafter, "--flag", ...) as server``: float32, quickly forked.
+def starter(logs: Iterator[Path], launcher: Launcher, *always: str) -> Serve:
+    """``with start(target, drafter, "--flag", ...) as server``: float32, quickly forked.
 
     Without a drafter the server decodes plainly.
     """
@@ -46,7 +45,7 @@ def serve(logs: Iterator[Path], launcher: Launcher) -> Serve:
     def start(
         target: Path, drafter: Path | None = None, *flags: str, env: dict[str, str] | None = None
     ) -> Server:
-        argv = ["--model-path", str(target), "--dtype", "float32"]
+        argv = ["--model-path", str(target), "--dtype", "float32", *always]
         if "--max-total-tokens" not in flags:
             argv += ["--max-total-tokens", "8192"]
         if drafter is not None:
@@ -55,6 +54,20 @@ def serve(logs: Iterator[Path], launcher: Launcher) -> Serve:
         return Server([*argv, *flags], next(logs), launcher, env)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def serve(logs: Iterator[Path], launcher: Launcher) -> Serve:
+    return starter(logs, launcher)
+
+
+@pytest.fixture(scope="session")
+def serve_triton(logs: Iterator[Path]) -> Iterator[Serve]:
+    """SGLang's Triton attention backend, in Triton's interpreter: the path of GPUs, slowly."""
+    launcher = Launcher(next(logs), {"TRITON_INTERPRET": "1"})
+    draft = ("--speculative-draft-attention-backend", "triton")
+    yield starter(logs, launcher, "--attention-backend", "triton", *draft)
+    launcher.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """What a test changes inside a server before it starts; its processes are forks and inherit it.
 
-``serve(..., env={"TEST_HOOK": "name"})`` runs the function of that name, see ``launcher.py``.
+``serve(..., env={"DFLASH2_TEST_HOOKS": "hooks:name"})`` runs the function of that name, see ``launcher.py``.
 """
 
 from __future__ import annotations

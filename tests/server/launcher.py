@@ -4,12 +4,13 @@ Importing SGLang takes ten seconds in each of a server's three processes. This p
 once and forks: a line of JSON on standard input, ``{"argv", "log", "env"}``, starts one server in a
 process group of its own; the answer is its process id. Nothing else differs from
 ``python -m sglang.launch_server`` (on the CPU there is no device context that a fork would break),
-unless ``env`` names a function of ``hooks.py`` in ``TEST_HOOK``.
+unless ``env`` names hooks in ``DFLASH2_TEST_HOOKS``: ``module`` or ``module:function`` of this folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -46,10 +47,9 @@ def serve(argv: list[str], log: str, env: dict[str, str]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(env)
     read_environment()
-    if name := env.get("TEST_HOOK"):
-        import hooks
-
-        getattr(hooks, name)()
+    for name in env.get("DFLASH2_TEST_HOOKS", "").split():
+        module, _, function = name.partition(":")  # a module of this folder
+        getattr(importlib.import_module(module), function or "install")()
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None  # SGLang would ask for "spawn"
     code = 1

@@ -29,7 +29,7 @@ class ServerError(RuntimeError):
 class Launcher:
     """Forks servers from one warm process, see ``launcher.py``."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, env: dict[str, str] | None = None) -> None:
         script = Path(__file__).with_name("launcher.py")
         self.process = subprocess.Popen(
             [sys.executable, str(script)],
@@ -37,7 +37,7 @@ class Launcher:
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
             text=True,
-            env=_environment(log),
+            env=_environment(log) | (env or {}),
         )
         if self._answer() != "ready":
             raise ServerError(f"The launcher did not start:\n{tail(log)}")

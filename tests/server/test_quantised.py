@@ -35,7 +35,7 @@ def both(
     drafter = pairs.drafter(target, changes={"final_logit_softcapping": cap or 0})
     if hook == "gguf_kernels":
         target = write_gguf(target, tmp_path_factory.mktemp("gguf") / "target.gguf")
-    env = {"TEST_HOOK": hook}
+    env = {"DFLASH2_TEST_HOOKS": f"hooks:{hook}"}
     with (
         serve(target, drafter, *flags, env=env) as tree,
         serve(target, None, *flags, env=env) as plain,
@@ -61,7 +61,7 @@ def test_the_target_is_quantised(both: tuple[Server, Server], plain_server: Serv
 
 def test_a_head_that_cannot_be_served_is_refused(serve: Any, pairs: Pairs) -> None:
     """At start-up, by name and with the fix."""
-    env = {"TEST_HOOK": "head_without_a_kernel"}
+    env = {"DFLASH2_TEST_HOOKS": "hooks:head_without_a_kernel"}
     server = serve(pairs.target(), pairs.drafter(), "--quantization", "fp8", env=env)
     with pytest.raises(ServerError) as caught, server:
         pass

@@ -17,7 +17,7 @@ from tinypair import Pair, Pairs
 
 from dflash2_sglang.algorithm import usual_nodes
 from dflash2_sglang.config_refusals import CheckpointError
-from dflash2_sglang.support import REFUSALS, TREE_BACKENDS
+from dflash2_sglang.support import REFUSALS
 
 Resolve = Callable[..., Any]
 
@@ -166,7 +166,16 @@ def test_other_spellings(resolve: Resolve, flags: str) -> None:
 def test_backends_that_cannot_mask(resolve: Resolve, flag: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{flag} torch_native, which")) as caught:
         resolve(flag, "torch_native")
-    assert all(backend in str(caught.value) for backend in TREE_BACKENDS)
+    assert str(caught.value).endswith("use one of dflash2_cpu.")
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+def test_float8_caches_on_the_cpu(resolve: Resolve, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"--kv-cache-dtype {kind} with .*dflash2_cpu") as caught:
+        resolve("--kv-cache-dtype", kind)
+    assert str(caught.value).endswith(
+        "use --kv-cache-dtype auto and --attention-backend dflash2_cpu."
+    )
 
 
 @pytest.mark.parametrize(

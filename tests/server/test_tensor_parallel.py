@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(plain: Any, serve: Any, pairs: Pairs, target: Path, folder: Path) -> Iterator[Server]:
-    env = {"TEST_HOOK": "record_trees", "TREES": str(folder)}
+    env = {"DFLASH2_TEST_HOOKS": "hooks:record_trees", "TREES": str(folder)}
     with serve(target, pairs.drafter(target), "--tp-size", "2", *FLAGS, env=env) as server:
         yield server
 

@@ -60,11 +60,13 @@ def objection(flags: Flags) -> str | None:
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         SpeculativeAlgorithm.from_string(args.speculative_algorithm)
-        from dflash2_sglang import support
+        from dflash2_sglang import backends, support
 
         if args.speculative_algorithm == "DFLASH2":
             support.refuse_settings(args)
-            support.refuse_backends(args)
+            for flag in (*backends.FLAGS, "speculative_draft_attention_backend"):
+                if (name := getattr(args, flag)) not in (None, *backends.NAMES):
+                    return f"{backends.flag_of(flag)} {name} cannot mask a tree"
     except ValueError as error:
         return str(error)
     return None

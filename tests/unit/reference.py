@@ -178,7 +178,7 @@ def run_block(model: Any, embeds: Tensor, context: list[tuple[Tensor, Tensor]]) 
     batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, moe_num_token_non_padded=None)
     backend: Any = BlockAttentionBackend(context, block)
     with forward_context(ForwardContext(attn_backend=backend)), torch.no_grad():
-        out = model.forward(None, positions, batch, input_embeds=embeds.flatten(0, 1).clone())
+        out = model.forward(None, positions, batch, embeds.flatten(0, 1).clone())
     return out.hidden_states.view(embeds.shape)
 
 

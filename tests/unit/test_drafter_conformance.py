@@ -184,12 +184,12 @@ def test_empty_and_ragged_batches() -> None:
     config = ref.make_config({})
     ours = ref.build_ours(config, ref.random_weights(config))
     positions = torch.zeros(0, dtype=torch.long)
-    out = ours(None, positions, None, input_embeds=torch.zeros(0, ref.HIDDEN))
+    out = ours(None, positions, None, embeds=torch.zeros(0, ref.HIDDEN))
     assert out.hidden_states.shape == (0, ref.HIDDEN)
     k, v = ours.context_kv(torch.zeros(0, ref.HIDDEN), positions)
     assert k.shape == v.shape == (2, 0, 2, 16)
     with pytest.raises(ValueError, match="not a multiple of block_size=8"):
-        ours(None, torch.arange(9), None, input_embeds=torch.zeros(9, ref.HIDDEN))
+        ours(None, torch.arange(9), None, embeds=torch.zeros(9, ref.HIDDEN))
 
 
 def test_tensor_parallel_ranks_agree_with_one(tmp_path: Path) -> None:

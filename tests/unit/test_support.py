@@ -9,8 +9,6 @@ import pytest
 
 from dflash2_sglang.support import (
     REFUSALS,
-    TREE_BACKENDS,
-    refuse_backends,
     refuse_request,
     refuse_settings,
 )
@@ -72,7 +70,6 @@ def refusal(args: Arguments) -> str | None:
     """What is said against these settings."""
     try:
         refuse_settings(args)
-        refuse_backends(args)
     except ValueError as error:
         return str(error)
     return None
@@ -109,25 +106,6 @@ def test_settings(setting: str, change: dict[str, Any]) -> None:
 )
 def test_what_is_not_refused(change: dict[str, Any]) -> None:
     assert refusal(arguments(**change)) is None
-
-
-FLAGS = [
-    "attention_backend",
-    "decode_attention_backend",
-    "prefill_attention_backend",
-    "speculative_draft_attention_backend",
-]
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_backends(flag: str) -> None:
-    for backend in TREE_BACKENDS:
-        assert refusal(arguments(**{flag: backend})) is None
-    for backend in ("torch_native", "trtllm_mha", "intel_amx", "aiter"):
-        with pytest.raises(ValueError, match="cannot mask a tree") as caught:
-            refuse_backends(arguments(**{flag: backend}))
-        assert f"--{flag.replace('_', '-')} {backend}" in str(caught.value)
-        assert ", ".join(TREE_BACKENDS) in str(caught.value)
 
 
 # Requests.

@@ -1,0 +1,138 @@
+"""Has a server try its self-check with faults, one after the other, before the honest one.
+
+Installed by ``DFLASH2_TEST_HOOKS=self_check_faults``; the log tells of each what the check said. Those named
+"in the pass" are hidden from the comparison with the parents: only logits can tell. With
+``DFLASH2_TEST_FAULT`` one of them stays, and the server must not start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+logger = logging.getLogger(__name__)
+Fault = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def changed(change: Callable[[Any, Any], None]) -> Fault:
+    """``change(verify_input, state)`` after each verify input is made; ``state`` is kept."""
+
+    def fault() -> contextlib.AbstractContextManager[None]:
+        from dflash2_sglang.verify_input import VerifyInputs
+
+        make, state = VerifyInputs.__call__, {}
+
+        def faulty(self: Any, *args: Any) -> Any:
+            verify = make(self, *args)
+            change(verify, state)
+            return verify
+
+        return replaced(VerifyInputs, "__call__", faulty)
+
+    return fault
+
+
+def blinded(fault: Fault) -> Fault:
+    @contextlib.contextmanager
+    def blind() -> Iterator[None]:
+        from dflash2_sglang import selfcheck
+
+        with replaced(selfcheck, "inconsistency", lambda *_: None), fault():
+            yield
+
+    return blind
+
+
+def freeze_mask(verify: Any, state: dict[str, Any]) -> None:
+    first = state.setdefault("mask", verify.tree.mask)
+    verify.tree = verify.tree._replace(mask=first)
+
+
+def swap_siblings(verify: Any, state: dict[str, Any]) -> None:
+    sibling = verify.retrieve_next_sibling
+    first, second = (sibling[0] >= 0).nonzero()[:2, 0].tolist()
+    swapped = sibling.clone()
+    swapped[0, first], swapped[0, second] = sibling[0, second], sibling[0, first]
+    verify.retrieve_next_sibling = swapped
+
+
+def move_last_node(verify: Any, state: dict[str, Any]) -> None:
+    verify.positions = verify.positions.clone()
+    verify.positions[-1] += 1
+
+
+def frozen_buffer() -> contextlib.AbstractContextManager[None]:
+    """The flat mask is written once and never again."""
+    from dflash2_sglang.tree_mask import FlatMask
+
+    write = FlatMask.write
+
+    def once(self: Any, *args: Any) -> None:
+        if self.written is None or not getattr(self, "frozen", False):
+            write(self, *args)
+            self.frozen = True
+
+    return replaced(FlatMask, "write", once)
+
+
+def stale_positions() -> contextlib.AbstractContextManager[None]:
+    """A replay reads the positions of the pass before."""
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+    load = DecodeCudaGraphRunner.load_batch
+
+    def faulty(self: Any, *args: Any, **keywords: Any) -> None:
+        before = self.buffers.positions.clone()
+        load(self, *args, **keywords)
+        self.buffers.positions.copy_(before)
+
+    return replaced(DecodeCudaGraphRunner, "load_batch", faulty)
+
+
+FAULTS: dict[str, Fault] = {
+    "frozen mask": changed(freeze_mask),
+    "frozen mask in the pass": blinded(changed(freeze_mask)),
+    "frozen buffer": frozen_buffer,
+    "swapped sibling link": changed(swap_siblings),
+    "wrong position": changed(move_last_node),
+    "wrong position in the pass": blinded(changed(move_last_node)),
+    "stale positions of a graph": stale_positions,
+}
+
+
+def install() -> None:
+    from dflash2_sglang.selfcheck import SelfCheck, SelfCheckError
+
+    honest = SelfCheck.__call__
+    stays = os.environ.get("DFLASH2_TEST_FAULT")
+
+    def check(self: Any) -> None:
+        if stays:
+            with FAULTS[stays]():
+                honest(self)
+            return
+        for name, fault in FAULTS.items():
+            try:
+                with fault():
+                    honest(self)
+            except SelfCheckError as error:
+                logger.info("fault caught: %s: %s", name, error)
+            else:
+                logger.info("fault missed: %s", name)
+        self.verify_input.mask = None  # its buffer may be frozen
+        honest(self)
+
+    SelfCheck.__call__ = check
