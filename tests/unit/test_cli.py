@@ -31,7 +31,9 @@ def fake_world(tmp_path, monkeypatch):
 # --- the parser ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["bench", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["demo", "--help"], ["bench", "--help"], ["--version"]]
+)
 def test_help_imports_nothing_heavy(arguments):
     script = (
         "import sys, atexit\n"
