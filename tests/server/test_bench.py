@@ -29,7 +29,7 @@ def test_bench_on_the_tiny_pair(pairs: Pairs, tmp_path: Path) -> None:
     assert (plain["configuration"], tree["configuration"]) == ("plain", "DFLASH2 8")
     assert plain["same_text"] == tree["same_text"] == len(PROMPTS)
     assert tree["acceptance_length"]["median"] > 1.2  # the drafter agrees with its target by design
-    assert tree["ratio"]["median"] > 0 and tree["found_token_ms"]["median"] > 0
+    assert tree["ratio"]["median"] > 0 and tree["first_token_ms"]["median"] > 0
     # The server's own two counts of the same passes: what was accepted, and what came of it.
     depth = tree["acceptance_by_depth"]
     assert depth[0] == 1 and depth == sorted(depth, reverse=True)
