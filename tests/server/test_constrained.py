@@ -278,5 +278,8 @@ def test_response_format(talking: tuple[Server, Server]) -> None:
 
 
 def test_the_example_of_a_tool_call(talking: tuple[Server, Server]) -> None:
-    ((name, arguments),) = load("openai_client").Examples(talking[1].url).tools()
-    assert name == "get_weather" and arguments["city"] in {"berlin", "oslo", "paris"}
+    """The tiny model gets lost in white space after some of the texts."""
+    example = load("openai_client").Examples(talking[1].url)
+    calls = [call for text in TEXTS for call in example.tools(text)]
+    assert {name for name, _ in calls} == {"get_weather"}
+    assert all(arguments["city"] in {"berlin", "oslo", "paris"} for _, arguments in calls)
