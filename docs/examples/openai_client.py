@@ -106,14 +106,17 @@ class Examples:
         ]
         return [answer.choices[0].message.content or "" for answer in answers]
 
-    def tools(self) -> list[tuple[str, Any]]:
+    def tools(
+        self, question: str = "what is the weather in oslo?", temperature: float = 0, seed: int = 0
+    ) -> list[tuple[str, Any]]:
         """A tool call: name and arguments."""
         answer = self.client.chat.completions.create(
             model=self.model,
-            messages=[{"role": "user", "content": "what is the weather in oslo?"}],
+            messages=[{"role": "user", "content": question}],
             tools=[WEATHER],
             tool_choice="required",
-            temperature=0,
+            temperature=temperature,
+            seed=seed,
             max_tokens=120,
         )
         calls: Any = answer.choices[0].message.tool_calls or []

@@ -278,5 +278,8 @@ def test_response_format(talking: tuple[Server, Server]) -> None:
 
 
 def test_the_example_of_a_tool_call(talking: tuple[Server, Server]) -> None:
-    ((name, arguments),) = load("openai_client").Examples(talking[1].url).tools()
-    assert name == "get_weather" and arguments["city"] in {"berlin", "oslo", "paris"}
+    """Sampled, as the tiny model's likeliest answers get lost in white space."""
+    example = load("openai_client").Examples(talking[1].url)
+    calls = [call for seed, text in enumerate(TEXTS) for call in example.tools(text, 1.0, seed)]
+    assert {name for name, _ in calls} == {"get_weather"}
+    assert all(arguments["city"] in {"berlin", "oslo", "paris"} for _, arguments in calls)

@@ -55,8 +55,6 @@ def objection(flags: Flags) -> str | None:
     """What SGLang's parser, the list of its speculative algorithms or our refusals say, or None."""
     try:
         args = server_parser().parse_args(flags)
-        if args.speculative_algorithm is None:
-            return "no --speculative-algorithm"
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         SpeculativeAlgorithm.from_string(args.speculative_algorithm)
@@ -125,7 +123,7 @@ def in_markdown(text: str) -> list[Flags]:
             fenced = not fenced
         elif (fenced or line.startswith("    ")) and SERVER in line:
             flags = after(shlex.split(line, comments=True))
-            if flags is not None:
+            if flags is not None and "--help" not in flags:
                 filled = ["--model-path", "TARGET"] if "..." in flags else []
                 found.append([*filled, *(flag for flag in flags if flag != "...")])
     return found
