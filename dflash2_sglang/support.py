@@ -65,7 +65,7 @@ REFUSALS = (
         "--speculative-draft-model-quantization",
         # SGLang fills it in with the target's --quantization where the user says nothing.
         lambda args: bool(
-            args._speculative_draft_quantization_explicitly_set
+            getattr(args, "_speculative_draft_quantization_explicitly_set", True)
             and args.speculative_draft_model_quantization
         ),
         "drop it; the drafter is served in the precision of its checkpoint",

@@ -25,20 +25,31 @@ def filtered_probs(
     max_top_k    a bound on all of top_k, if the caller has one on the host: ranks no further
 
     The filters are those of SGLang's sampler: top-k and top-p are both measured on the whole
-    distribution ("joint"), and of tokens that tie at a rank limit only some are kept.
+    distribution ("joint"). Of tokens that tie at a rank limit SGLang keeps some; here it is those with
+    the lowest ids, so that what a request may draw does not depend on what else is in its batch.
     """
     probs = (logits.float() / temperature.view(-1, 1, 1)).softmax(-1)
     if top_k is None and top_p is None and min_p is None:
         return probs
     width = probs.shape[-1]
     if max_top_k is not None and max_top_k < width:
-        ranked, index = probs.topk(max_top_k, dim=-1)
+        ranked, index = _first_of_equals(probs, max_top_k)
     else:
-        ranked, index = probs.sort(dim=-1, descending=True)
+        ranked, index = probs.sort(dim=-1, descending=True, stable=True)
     kept = _kept(ranked, top_k, top_p, min_p)
     ranked = ranked.where(kept, 0)
     ranked = ranked / ranked.sum(-1, keepdim=True)
     return torch.zeros_like(probs).scatter_(-1, index, ranked)
+
+
+def _first_of_equals(probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of probs [..., V] float32, not negative, and their places; ties by place."""
+    # Bits of such floats, read as an integer, have their order; below them, the place from behind.
+    low = (1 << 32) - 1
+    behind = low - torch.arange(probs.shape[-1], device=probs.device)
+    key = probs.view(torch.int32).long().bitwise_left_shift_(32).bitwise_or_(behind)
+    index = low - (key.topk(k, dim=-1).values & low)
+    return probs.gather(-1, index), index
 
 
 def filter_ranked(

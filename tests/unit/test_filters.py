@@ -148,3 +148,21 @@ def test_bfloat16_logits_are_filtered_in_float32() -> None:
     logits = torch.randn(2, 2, 30, generator=torch.Generator().manual_seed(1)).bfloat16()
     options = {"temperature": torch.tensor([0.7, 1.3]), "top_p": torch.tensor([0.8, 0.6])}
     assert torch.equal(filtered_probs(logits, **options), filtered_probs(logits.float(), **options))
+
+
+@given(
+    st.lists(st.sampled_from([-2.0, 0.0, 0.5, 3.0]), min_size=2, max_size=12),
+    st.integers(1, 12),
+    st.integers(0, 5),
+)
+def test_ties_go_to_the_lowest_ids_whatever_is_in_the_batch(
+    logits: list[float], k: int, slack: int
+) -> None:
+    """The bound on top_k, which depends on the other requests, chooses how tokens are ranked."""
+    row = torch.tensor([[logits]])
+    asked = {"temperature": torch.ones(1), "top_k": torch.tensor([k])}
+    bounded = filtered_probs(row, **asked, max_top_k=k + slack)
+    free = filtered_probs(row, **asked)
+    assert torch.equal(bounded > 0, free > 0) and torch.allclose(bounded, free)
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    assert sorted(free[0, 0].nonzero().flatten().tolist()) == sorted(order[:k])
