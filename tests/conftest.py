@@ -9,6 +9,9 @@ import pytest
 
 # Read when torch is imported: models that tests run in this process are not compiled.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# Two workers and their servers with as many threads each as there are cores would wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tinypair import Pairs
 
