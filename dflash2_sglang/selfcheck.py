@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,8 +28,10 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from torch import Tensor
 
+from dflash2_sglang.closeness import difference, worst
 from dflash2_sglang.consistency import inconsistency, longest_paths
 from dflash2_sglang.graphs import captured, eagerly
+from dflash2_sglang.hybrid import clear_states
 from dflash2_sglang.state import TreeVerifyInput
 from dflash2_sglang.tree.build import Tree, assemble, build_tree
 from dflash2_sglang.tree.lattice import Lattice
@@ -256,6 +258,8 @@ class SelfCheck:
         )
         if self.runner.model_config.model_is_mrope:
             batch.mrope_positions = verify.positions.expand(3, -1)
+        # SGLang's kernels leave the last nodes' inputs in the state, for the commit to replace.
+        clear_states(self.runner.req_to_token_pool, self._row)
         graphs = self.runner.decode_cuda_graph_runner
         if graphs and graphs.can_run_graph(batch):
             graphs.load_batch(batch)
@@ -285,14 +289,3 @@ class SelfCheck:
         finally:
             for (cells, _), values in zip(table, before, strict=True):
                 cells.copy_(values)
-
-
-def difference(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Of logits [N, V], by node: the distance in units of how far ``theirs`` spread, [N]."""
-    spread = (theirs - theirs.mean(-1, keepdim=True)).norm(dim=-1)
-    return (ours - theirs).norm(dim=-1) / spread
-
-
-def worst(differences: Iterable[Tensor]) -> float:
-    """The largest, NaN if there is one."""
-    return float(torch.cat([part.flatten() for part in differences]).max())
