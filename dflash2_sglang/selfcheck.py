@@ -6,7 +6,8 @@ gives. And each node must be seen as if its path were plain text: the same token
 whose mask and positions are made here and not by the code that is tried.
 
 Two trees are tried, behind prefixes of different lengths, so that a buffer which was filled once and never
-again is noticed. All of it happens in KV slots that no request owns yet.
+again is noticed. Their passes follow one another as in serving: a comparison between them would refresh
+what a graph left stale. All of it happens in KV slots that no request owns yet.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -27,7 +28,10 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from torch import Tensor
 
+from dflash2_sglang.closeness import difference, worst
 from dflash2_sglang.consistency import inconsistency, longest_paths
+from dflash2_sglang.graphs import captured, eagerly
+from dflash2_sglang.hybrid import clear_states
 from dflash2_sglang.state import TreeVerifyInput
 from dflash2_sglang.tree.build import Tree, assemble, build_tree
 from dflash2_sglang.tree.lattice import Lattice
@@ -46,6 +50,22 @@ class SelfCheckError(RuntimeError):
     """What will serve does not compute what it should."""
 
 
+class Trial(NamedTuple):
+    """A tree of one request behind ``length`` committed tokens."""
+
+    length: int
+    tree: Tree
+
+
+class Seen(NamedTuple):
+    """What a round computed."""
+
+    block: Tensor  # [D, H], the drafter's hidden states
+    logits: Tensor  # [N, V]
+    features: Tensor  # [N, taps * H]
+    stored: Tensor  # [N, ...], keys and values of the last layer
+
+
 class SelfCheck:
     """Of one target and the code that makes its verify inputs."""
 
@@ -58,69 +78,75 @@ class SelfCheck:
         self.vocab = int(runner.model_config.vocab_size)
         self.width = min(drafting.head.top_k, self.vocab)
         self.random = torch.Generator().manual_seed(2)
+        context = torch.randint(self.vocab, (self.nodes,), generator=self.random)
+        self.context = context.to(self.device)
+        self.lengths = (1 + self.nodes, 1 + self.nodes - self.nodes // 3)
 
     @torch.inference_mode()
     def __call__(self) -> None:
         """Raises SelfCheckError, in one sentence that names the way out."""
         started = time.perf_counter()
-        lengths = (1 + self.nodes, 1 + self.nodes - self.nodes // 3)
         tolerance = TOLERANCE.get(self.runner.dtype, TOLERANCE_16_BIT)
         window = max(self.nodes, self.drafting.config.block_size)
-        needed = max(lengths) + window
+        needed = max(self.lengths) + window
         room = min(self.allocator.size, self.runner.req_to_token_pool.req_to_token.shape[1])
         if needed > room:
             logger.warning("DFLASH2 self-check left out: it needs %d slots of %d.", needed, room)
             return
         with self._scratch(needed) as (row, slots):
-            self._write_context(row, slots)
-            for length in lengths if captured(self.drafting.runner) else ():
-                self._try_block(row, slots, length, tolerance[0])
-            worst = [
-                self._try(row, slots, length, self._tree(sharpness), tolerance)
-                for length, sharpness in zip(lengths, SHARPNESS, strict=True)
+            self._row, self._slots = row, slots
+            self._write_context()
+            trials = [
+                Trial(length, self._tree(sharpness))
+                for length, sharpness in zip(self.lengths, SHARPNESS, strict=True)
+            ]
+            served = [self._round(trial) for trial in trials]
+            found = [
+                self._judge(trial, seen, tolerance)
+                for trial, seen in zip(trials, served, strict=True)
             ]
         logger.info(
             "DFLASH2 self-check: trees verified as text in %.2f s, %s; largest relative differences: "
             "to eager %.1e, to text %.1e.",
             time.perf_counter() - started,
             "captured" if captured(self.runner) else "eager",
-            max(w[0] for w in worst),
-            max(w[1] for w in worst),
+            max(eager for eager, _ in found),
+            max(text for _, text in found),
         )
 
-    def _try(
-        self,
-        row: Tensor,
-        slots: Tensor,
-        length: int,
-        tree: Tree,
-        tolerance: tuple[float, float],
-    ) -> tuple[float, float]:
-        prefix = torch.tensor([length], device=self.device)
-        window = slots[None, length : length + self.nodes]
-        verify = self.verify_input(tree, prefix, window)
+    def _round(self, trial: Trial) -> Seen:
+        """As in serving: the drafter's block, then the tree. Eager too where the caller says so."""
+        block = self._block(trial.length, trial.tree.tokens[:, 0])
+        prefix, window = self._place(trial)
+        verify = self.verify_input(trial.tree, prefix, window)
         problem = inconsistency(verify, prefix)
         if problem is not None:
             raise SelfCheckError(
                 f"DFLASH2 refuses to serve: {problem} in a trial tree, which is a fault of "
                 "dflash2-sglang; please report it."
             )
-        served = self._run(verify, row, prefix, window)
+        return Seen(block, *self._run(verify, prefix, window), self._stored(window))
+
+    def _place(self, trial: Trial) -> tuple[Tensor, Tensor]:
+        """The number of tokens before a tree [1], and the slots of its nodes [1, N]."""
+        prefix = torch.tensor([trial.length], device=self.device)
+        return prefix, self._slots[None, trial.length : trial.length + self.nodes]
+
+    def _judge(
+        self, trial: Trial, served: Seen, tolerance: tuple[float, float]
+    ) -> tuple[float, float]:
+        self._write_context()  # the other trial wrote over it
         to_eager = 0.0
-        if captured(self.runner):
-            stored = self._stored(window)
-            with eagerly(self.runner):
-                eager = self._run(verify, row, prefix, window)
-            to_eager = max(
-                float(difference(served, eager).max()),
-                float(difference(stored, self._stored(window)).max()),
-            )
-        to_text = self._against_text(served, tree, row, prefix, window)
+        if captured(self.runner) or captured(self.drafting.runner):
+            with eagerly(self.runner), eagerly(self.drafting.runner):
+                eager = self._round(trial)
+            to_eager = worst(difference(*pair) for pair in zip(served, eager, strict=True))
+        to_text = self._against_text(served.logits, trial)
         if not to_eager <= tolerance[0]:
             raise SelfCheckError(
-                "DFLASH2 refuses to serve: a tree verified from the captured CUDA graph differs from the "
-                f"eager pass by {to_eager:.1e} of the logits where {tolerance[0]:.0e} is allowed; start "
-                "with --disable-cuda-graph."
+                "DFLASH2 refuses to serve: a round from the captured CUDA graphs differs from an eager one "
+                f"by {to_eager:.1e} of the values where {tolerance[0]:.0e} is allowed; start with "
+                "--disable-cuda-graph."
             )
         if not to_text <= tolerance[1]:
             raise SelfCheckError(
@@ -130,26 +156,16 @@ class SelfCheck:
             )
         return to_eager, to_text
 
-    def _try_block(self, row: Tensor, slots: Tensor, length: int, allowed: float) -> None:
-        """The drafter's block pass, captured against eager: a fault there would only cost acceptance."""
+    def _block(self, length: int, anchor: Tensor) -> Tensor:
+        """Hidden states of the drafter's block [D, H]: a fault there would only cost acceptance."""
         lengths = torch.tensor([length])
         batch = SimpleNamespace(
             seq_lens=lengths.to(self.device),
             seq_lens_cpu=lengths,
-            req_pool_indices=row,
+            req_pool_indices=self._row,
             spec_algorithm=self.runner.spec_algorithm,
         )
-        anchor = torch.randint(self.vocab, (1,), generator=self.random).to(self.device)
-        served = self.drafting.block(batch, anchor, slots[None, length:]).clone()
-        with eagerly(self.drafting.runner):
-            eager = self.drafting.block(batch, anchor, slots[None, length:])
-        differs = float(difference(served[0].float(), eager[0].float()).max())
-        if not differs <= allowed:
-            raise SelfCheckError(
-                "DFLASH2 refuses to serve: the drafter's pass from the captured CUDA graph differs from the "
-                f"eager one by {differs:.1e} where {allowed:.0e} is allowed; start with "
-                "--disable-cuda-graph."
-            )
+        return self.drafting.block(batch, anchor, self._slots[None, length:])[0].float().clone()
 
     def _tree(self, sharpness: float) -> Tree:
         """From a random lattice, by the code that will serve."""
@@ -167,27 +183,29 @@ class SelfCheck:
         buffers = self.runner.token_to_kv_pool.get_kv_buffer(layers[-1].layer_id)
         return torch.cat([buffer[window[0]].flatten(1).float() for buffer in buffers], -1)
 
-    def _write_context(self, row: Tensor, slots: Tensor) -> None:
-        """KV of random text, behind one token whose KV is what lies in its slot (zeros)."""
-        prefix = torch.ones(1, dtype=torch.int64, device=self.device)
-        tokens = torch.randint(self.vocab, (self.nodes,), generator=self.random)
-        window = slots[None, 1 : 1 + self.nodes]
-        with eagerly(self.runner):
-            self._run(self._chain(tokens.to(self.device), 1, window), row, prefix, window)
+    def _write_context(self) -> None:
+        """KV of random text, behind one token whose KV is what lies in its slot (zeros).
 
-    def _against_text(
-        self, served: Tensor, tree: Tree, row: Tensor, prefix: Tensor, window: Tensor
-    ) -> float:
-        worst = 0.0
-        for path in longest_paths(tree.parent[0].tolist(), PATHS):
+        And the drafter's behind the shorter prefix, where the trials' blocks overlap.
+        """
+        prefix = torch.ones(1, dtype=torch.int64, device=self.device)
+        window = self._slots[None, 1 : 1 + self.nodes]
+        with eagerly(self.runner), eagerly(self.drafting.runner):
+            self._run(self._chain(self.context, 1, window), prefix, window)
+            self._block(min(self.lengths), self.context[:1])
+
+    def _against_text(self, served: Tensor, trial: Trial) -> float:
+        prefix, window = self._place(trial)
+        found = []
+        for path in longest_paths(trial.tree.parent[0].tolist(), PATHS):
             nodes = torch.tensor(path, device=self.device)
             tokens = torch.zeros(self.nodes, dtype=torch.int64, device=self.device)
-            tokens[: len(path)] = tree.tokens[0, nodes]
-            chain = self._chain(tokens, int(prefix), window)
+            tokens[: len(path)] = trial.tree.tokens[0, nodes]
+            chain = self._chain(tokens, trial.length, window)
             with eagerly(self.runner):
-                text = self._run(chain, row, prefix, window)[: len(path)]
-            worst = max(worst, float(difference(served[nodes], text).max()))
-        return worst
+                text, _ = self._run(chain, prefix, window)
+            found.append(difference(served[nodes], text[: len(path)]))
+        return worst(found)
 
     def _chain(self, tokens: Tensor, length: int, window: Tensor) -> TreeVerifyInput:
         """N tokens [N] of plain text after ``length`` others, in the form of a tree."""
@@ -218,14 +236,16 @@ class SelfCheck:
 
         return getattr(mask_reader(self.runner.attn_backend), "reads_tree_mask", False)
 
-    def _run(self, verify: TreeVerifyInput, row: Tensor, prefix: Tensor, window: Tensor) -> Tensor:
-        """Logits [N, V] of the target, by the steps of SGLang's verifier."""
+    def _run(
+        self, verify: TreeVerifyInput, prefix: Tensor, window: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [N, V] and features [N, taps * H] of the target, by the steps of SGLang's verifier."""
         lengths = prefix.cpu()
         batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=1,
             input_ids=verify.draft_token,
-            req_pool_indices=row,
+            req_pool_indices=self._row,
             seq_lens=prefix,
             orig_seq_lens=prefix,
             out_cache_loc=window.reshape(-1),
@@ -238,12 +258,14 @@ class SelfCheck:
         )
         if self.runner.model_config.model_is_mrope:
             batch.mrope_positions = verify.positions.expand(3, -1)
+        # SGLang's kernels leave the last nodes' inputs in the state, for the commit to replace.
+        clear_states(self.runner.req_to_token_pool, self._row)
         graphs = self.runner.decode_cuda_graph_runner
         if graphs and graphs.can_run_graph(batch):
             graphs.load_batch(batch)
             batch.mark_forward_metadata_ready()
         output = self.runner.forward(batch).logits_output
-        return output.next_token_logits.float().clone()
+        return output.next_token_logits.float().clone(), output.hidden_states.float().clone()
 
     @contextlib.contextmanager
     def _scratch(self, length: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -267,26 +289,3 @@ class SelfCheck:
         finally:
             for (cells, _), values in zip(table, before, strict=True):
                 cells.copy_(values)
-
-
-def captured(runner: Any) -> bool:
-    """Whether a ModelRunner replays graphs."""
-    from sglang.srt.model_executor.runner.eager_runner import EagerRunner
-
-    graphs = runner.decode_cuda_graph_runner
-    return graphs is not None and not isinstance(graphs, EagerRunner)
-
-
-@contextlib.contextmanager
-def eagerly(runner: Any) -> Iterator[None]:
-    graphs, runner.decode_cuda_graph_runner = runner.decode_cuda_graph_runner, None
-    try:
-        yield
-    finally:
-        runner.decode_cuda_graph_runner = graphs
-
-
-def difference(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Of logits [N, V], by node: the distance in units of how far ``theirs`` spread, [N]."""
-    spread = (theirs - theirs.mean(-1, keepdim=True)).norm(dim=-1)
-    return (ours - theirs).norm(dim=-1) / spread

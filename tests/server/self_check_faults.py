@@ -102,6 +102,13 @@ def stale_positions() -> contextlib.AbstractContextManager[None]:
     return replaced(DecodeCudaGraphRunner, "load_batch", faulty)
 
 
+def stale_rope() -> contextlib.AbstractContextManager[None]:
+    """Sines and cosines outlive their forward; an eager pass, whose positions are a new tensor, hides it."""
+    from dflash2_sglang.cpu import scratch
+
+    return replaced(scratch, "new_forward", lambda: None)
+
+
 FAULTS: dict[str, Fault] = {
     "frozen mask": changed(freeze_mask),
     "frozen mask in the pass": blinded(changed(freeze_mask)),
@@ -110,6 +117,7 @@ FAULTS: dict[str, Fault] = {
     "wrong position": changed(move_last_node),
     "wrong position in the pass": blinded(changed(move_last_node)),
     "stale positions of a graph": stale_positions,
+    "stale rope": stale_rope,
 }
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-REPLAYS: dict[str, int] = {"target": 0, "draft": 0}
+logger = logging.getLogger(__name__)
 
 
 def backend_class() -> type:
@@ -51,7 +52,8 @@ def backend_class() -> type:
             now, backend.forward_metadata = backend.forward_metadata, metadata
             overwrite(output, forward())
             backend.forward_metadata = now
-            REPLAYS["draft" if self.runner.model_runner.is_draft_worker else "target"] += 1
+            model = "draft" if self.runner.model_runner.is_draft_worker else "target"
+            logger.info("replayed: %s, batch %d", model, shape_key.size)
             return output
 
         def cleanup(self) -> None:

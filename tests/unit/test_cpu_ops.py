@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,6 +157,23 @@ def test_rope_table_is_shared_within_a_forward_only() -> None:
     # Other positions without a new forward, as a drafter and its target share the module's class.
     other = torch.arange(3) + 7
     assert_close(ops.rope(rope, other, query, key)[0], exact_rope(query, other, 32), 10)
+
+
+def test_rope_reads_a_refilled_buffer_anew_in_each_forward() -> None:
+    """A pass run again on static buffers, as a graph is; nobody calls ``new_forward`` there."""
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    rope, positions = make_rope(), torch.zeros(3, dtype=torch.int64)
+    query, key = normal(3, 64), normal(3, 32, seed=1)
+    tables = []
+    for first in (0, 100, 7):
+        positions.copy_(torch.arange(3) + first)
+        with forward_context(ForwardContext(attn_backend=None)):  # type: ignore[arg-type]
+            for _ in range(2):  # two layers
+                found, _ = ops.rope(rope, positions, query, key)
+                assert_close(found, exact_rope(query, positions, 32), 10)
+                tables.append(scratch.get(rope)[1])
+    assert [a is b for a, b in pairwise(tables)] == [True, False, True, False, True]
 
 
 @pytest.mark.parametrize("options", [{"rotary": 16}, {"neox": False}], ids=str)

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash2_sglang.closeness import difference, worst
 from dflash2_sglang.consistency import inconsistency, longest_paths
-from dflash2_sglang.selfcheck import difference
 from dflash2_sglang.tree.build import assemble
 
 parents = st.integers(2, 12).flatmap(
@@ -82,3 +82,11 @@ def test_differences_do_not_depend_on_the_scale(scale: float) -> None:
     assert 0.05 < float(found[2]) < 0.2
     ours[1, 3] = torch.nan
     assert bool(difference(ours, theirs)[1].isnan())
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_not_a_number_is_the_worst(place: int) -> None:
+    found = [torch.tensor([0.1, 0.3]), torch.tensor([0.2])]
+    assert worst(found) == pytest.approx(0.3)
+    found[place][0] = torch.nan
+    assert worst(found) != worst(found)
