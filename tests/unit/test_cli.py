@@ -20,6 +20,7 @@ def fake_world(tmp_path, monkeypatch):
     """No model to prepare, and servers that are ready at once. Returns the folder of the logs."""
     monkeypatch.setattr(demo_model, "ensure_demo_model", lambda wheel=None: tmp_path)
     monkeypatch.setattr(servers, "SGLANG", FAKE)
+    monkeypatch.setattr(demo, "fit_together", lambda count: True)  # whatever else runs here
     monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix: str(logs))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not be asked
