@@ -62,7 +62,12 @@ FEATURES = (
         DEVICES, "float32", "server/test_demo.py::test_demo_in_float32", _SETUPS, flags=("--dtype",)
     ),
     _untested(DEVICES, "float16", "--dtype"),
-    _untested(DEVICES, "8-bit and 4-bit KV cache", "--kv-cache-dtype"),
+    _untested(
+        DEVICES,
+        "8-bit and 4-bit KV cache",
+        "--kv-cache-dtype",
+        note="refused at start-up but for float8 with flashinfer and fa3, see [GPUs](gpu.md)",
+    ),
     _untested(DEVICES, "float32 head", "--enable-fp32-lm-head"),
     _untested(
         DEVICES,
@@ -76,7 +81,8 @@ FEATURES = (
         "switched off",
         ("--disable-cuda-graph",),
         (),
-        "a warning in the log says so; stock SGLang would capture the pass as a chain",
+        "a warning in the log says so; captured passes are held to plain decoding with a stand-in for "
+        "graphs (`server/test_triton_backend.py`), and wait for a GPU",
     ),
     _supported(
         MODELS,
@@ -90,7 +96,13 @@ FEATURES = (
         "Other dense targets",
         note="SGLang's class must have `set_dflash_layers_to_capture`; without, the start fails and says so",
     ),
-    _untested(MODELS, "Hybrid targets (Qwen3-Next, Qwen3.5, Qwen3.8)"),
+    _supported(
+        MODELS,
+        "Hybrid targets with gated delta nets (Qwen3.5 text)",
+        "server/test_hybrid.py::test_answers_are_those_of_plain_decoding",
+        "server/test_hybrid.py::test_sglangs_kernels_verify_the_tree",
+        note="other recurrent layers are refused, see [hybrid targets](hybrid.md)",
+    ),
     _untested(MODELS, "Mixture-of-experts targets"),
     _untested(MODELS, "Targets with sliding windows"),
     _untested(
@@ -98,7 +110,14 @@ FEATURES = (
         "Targets with attention sinks, logit caps or MLA",
         note="refused by the CPU platform, at its first forward",
     ),
-    _untested(MODELS, "Quantised targets", "--quantization"),
+    _supported(
+        MODELS,
+        "Quantised targets, GGUF and float8",
+        "server/test_quantised.py::test_equals_plain_decoding",
+        flags=("--quantization",),
+        note="SGLang's layers with their kernels replaced by torch; others are not tested, and a head "
+        "without logits of its own is refused",
+    ),
     _supported(MODELS, "DFlash 2 drafters, block 8 and 16", _SETUPS),
     _supported(MODELS, "DFlash 2 drafters with sliding windows", _SETUPS),
     _supported(
@@ -141,7 +160,7 @@ FEATURES = (
         "server/test_tensor_parallel.py::test_equals_plain_decoding",
         "server/test_tensor_parallel.py::test_ranks_agree_on_sampled_paths",
         flags=("--tp-size",),
-        note="2 ranks on a CPU; penalties, seeds and processors not with ranks",
+        note="2 ranks on a CPU; penalties, seeds and processors included",
     ),
     _untested(PARALLEL, "Replicas in one server", "--dp-size", note="not refused"),
     _untested(PARALLEL, "Several servers behind SGLang's router"),
@@ -194,7 +213,6 @@ FEATURES = (
         "Hidden states in responses",
         "server/test_apis.py::test_hidden_states",
         flags=("--enable-return-hidden-states",),
-        note="greedy; sampled not compared",
     ),
     _supported(
         INTERFACES,
@@ -217,9 +235,6 @@ FEATURES = (
     ),
     _untested(OPERATION, "Updating weights of a running server"),
     _untested(OPERATION, "Releasing and resuming memory", "--enable-memory-saver"),
-    _untested(
-        OPERATION, "Quantising the drafter at load", "--speculative-draft-model-quantization"
-    ),
     _untested(OPERATION, "torch.compile", "--enable-torch-compile"),
 )
 
