@@ -81,8 +81,8 @@ FEATURES = (
         "switched off",
         ("--disable-cuda-graph",),
         (),
-        "a warning in the log says so; captured passes are held to plain decoding with a stand-in for "
-        "graphs (`server/test_triton_backend.py`), and wait for a GPU",
+        "`DFLASH2_CUDA_GRAPHS=1` turns them on; captured passes are held to plain decoding with a stand-in "
+        "for graphs (`server/test_triton_backend.py`), and wait for a GPU",
     ),
     _supported(
         MODELS,

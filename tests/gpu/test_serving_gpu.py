@@ -38,6 +38,9 @@ BACKENDS = [
 ]
 
 
+GRAPHS = {"DFLASH2_CUDA_GRAPHS": "1"}
+
+
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("gpu")
@@ -71,7 +74,7 @@ def test_parity_and_acceptance(
         flags.append("--disable-cuda-graph")
     with start(False, *flags) as server:
         plain = ask(server, 8)
-    with start(True, *flags) as server:
+    with start(True, *flags, env=GRAPHS) as server:
         answers = [ask(server, 1), ask(server, 8)]
         log = server.log.read_text()
         assert server.errors() == []
@@ -91,6 +94,7 @@ def _path_of(log: str) -> str:
 
 
 def hooked(**more: str) -> dict[str, str]:
+    more |= GRAPHS
     places = [str(HERE / "hooks"), str(HERE.parent / "server"), str(HERE.parent)]
     path = os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])
     return {"PYTHONPATH": path, "DFLASH2_TEST_HOOKS": "self_check_faults", **more}

@@ -202,3 +202,31 @@ def test_draft_backend_on_a_gpu(
 def test_draft_backend_on_the_cpu() -> None:
     args = SimpleNamespace(prefill_attention_backend=None, attention_backend="triton")
     assert algorithm._draft_backend(args) == "dflash2_cpu"
+
+
+class Graphs:
+    """As much of SGLang's settings as is read."""
+
+    def __init__(self, device: str) -> None:
+        from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig
+
+        self.device, self.cuda_graph_config = device, CudaGraphConfig()
+        assert self.cuda_graph_config.decode.backend != Backend.DISABLED
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "captured"),
+    [("cuda", None, False), ("cuda", "1", True), ("cuda", "0", False), ("cpu", "1", False)],
+)
+def test_decode_graphs_are_captured_only_where_asked_for(
+    monkeypatch: Any, caplog: Any, device: str, asked: str | None, captured: bool
+) -> None:
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    monkeypatch.delenv(algorithm.GRAPHS, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(algorithm.GRAPHS, asked)
+    args = Graphs(device)
+    algorithm._resolve_decode_graph(args)
+    assert (args.cuda_graph_config.decode.backend != Backend.DISABLED) is captured
+    assert (algorithm.GRAPHS in caplog.text) is (device == "cuda" and not captured)
