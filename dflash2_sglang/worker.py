@@ -96,6 +96,9 @@ class DFlash2Worker(BaseSpecWorker):
         self.window = max(self.nodes, self.block)
         self.plan_stream, self.plan_stream_ctx = get_plan_stream(self.device)
         self.node_index = torch.arange(self.nodes, device=self.device)
+        self._announce()
+
+    def _announce(self) -> None:
         if get_parallel().tp_rank == 0:
             logger.info(
                 "DFLASH2 ready: block_size=%d depth=%d nodes=%d branching=%d selector=%s "
