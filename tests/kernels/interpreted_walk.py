@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kernel_cases import Maker, Sizes, greedy_pair, require_equal, sampled_pair
 
 from dflash2_sglang import kernels, tree
+from dflash2_sglang.tree.build import capacity
 
 torch.set_num_threads(1)
 
@@ -17,7 +18,7 @@ SHAPES = ["random", "chain", "best"]
 @st.composite
 def sizes(draw: st.DrawFn, most: int = 128) -> Sizes:
     width, depth = draw(st.integers(4, 32)), draw(st.integers(3, 31))
-    nodes = draw(st.integers(2, most))
+    nodes = draw(st.integers(2, min(most, capacity(depth, width))))
     batch = draw(st.integers(1, max(1, min(64, most // nodes))))
     return Sizes(batch, depth, width, nodes, width, vocab=draw(st.integers(nodes + 32, 400)))
 

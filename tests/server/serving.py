@@ -155,8 +155,11 @@ class Server:
             return list(pool.map(lambda p: self.ask(p, **keywords), prompts))
 
     def flush(self) -> None:
-        """Empty the radix cache."""
-        assert self.post("/flush_cache", {}).status_code == 200
+        """Empty the radix cache; refused while the round after the last answer is under way."""
+        deadline = time.monotonic() + 30
+        while (code := self.post("/flush_cache", {}).status_code) != 200:
+            assert time.monotonic() < deadline, code
+            time.sleep(0.05)
 
     def info(self) -> dict[str, Any]:
         """What the server is set to and how its scheduler stands."""
