@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 
 KV_BUDGET_BYTES = 1 << 30
 MIN_KV_TOKENS = 4096
+MEMORY_SHARE = 0.98
 STATE_BUDGET_BYTES = 2 << 30
 MOST_REQUESTS = 48
 USUAL_NODES = 8
@@ -23,7 +24,7 @@ def apply(args: Any) -> None:
     chosen: dict[str, Any] = {}
 
     def default(flag: str, value: Any, unset: tuple[Any, ...] = (None,)) -> None:
-        if getattr(args, flag) in unset:
+        if value is not None and getattr(args, flag) in unset:
             setattr(args, flag, value)
             chosen[flag] = value
 
@@ -32,6 +33,9 @@ def apply(args: Any) -> None:
     default("dtype", "bfloat16", ("auto",))
     default("max_total_tokens", _kv_tokens(args))
     default("max_mamba_cache_size", _state_slots(args))
+    # The KV cache is sized above; a share of the free memory would only make a start beside a busy
+    # neighbour fail, since what others take during the load counts as used up.
+    default("mem_fraction_static", MEMORY_SHARE)
     default("disable_cuda_graph", True, (False,))
     # The scheduler would otherwise spin on a core that the next request needs.
     default("sleep_on_idle", True, (False,))
