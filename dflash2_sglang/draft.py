@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import (
@@ -12,14 +12,25 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
+from sglang.srt.speculative.draft_worker_common import (
+    make_draft_block_spec_info,
+    make_draft_sampler_capture_hook,
+)
 
 from dflash2_sglang import kernels
 from dflash2_sglang.candidates import CandidateHead
+from dflash2_sglang.folded import FoldedDraft
 from dflash2_sglang.head import TargetHead
 from dflash2_sglang.tree.build import Tree
 from dflash2_sglang.tree.draw import Draws, lattice_heat
 from dflash2_sglang.tree.lattice import Lattice
+
+
+class Block(NamedTuple):
+    """hidden [B, D, H] of the mask positions that are used; replayed: from a captured graph."""
+
+    hidden: torch.Tensor
+    replayed: bool
 
 
 class Drafting:
@@ -46,6 +57,21 @@ class Drafting:
         self.spec_info = make_draft_block_spec_info(
             draft_token_num=self.config.block_size, device=device
         )
+        self.folded: FoldedDraft | None = None
+
+    def fold(self, most: int) -> None:
+        """Before the drafter's pass is captured for up to ``most`` requests: draft whole trees in it."""
+        self.folded = FoldedDraft(
+            self.lattice,
+            most=most,
+            block=self.config.block_size,
+            depth=self.depth,
+            width=self.head.top_k,
+            nodes=self.nodes,
+            children=self.children,
+            device=self.runner.device,
+        )
+        self.runner.capture_tail_hooks.append(make_draft_sampler_capture_hook(self.folded))
 
     def _transform(self) -> Any:
         config = self.config
@@ -57,13 +83,22 @@ class Drafting:
         self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor
     ) -> tuple[Tree, Lattice]:
         """anchor [B] int64; slots [B, >= G] int64, the requests' KV slots from seq_lens on."""
-        lattice = self._lattice(batch, anchor, self.block(batch, anchor, slots))
-        draws = self._draws(batch, anchor.shape[0], anchor.device)
+        info, size = batch.sampling_info, anchor.shape[0]
+        heat = None if info.is_all_greedy else lattice_heat(info.temperatures.view(-1))
+        draws = self._draws(info, size, anchor.device)
+        if self.folded is not None:
+            self.folded.stage(heat, size)
+        block = self.block(batch, anchor, slots)
+        if block.replayed and self.folded is not None:
+            tree, lattice = self.folded.read(size)
+            if draws is None:
+                return tree, lattice
+        else:
+            lattice = self.lattice(block.hidden, anchor, heat)
         return kernels.build_tree(lattice, anchor, self.nodes, self.children, draws), lattice
 
-    def _draws(self, batch: Any, size: int, device: Any) -> Draws | None:
+    def _draws(self, info: Any, size: int, device: Any) -> Draws | None:
         """Coins for random children; None where no request can use one."""
-        info = batch.sampling_info
         if info.is_all_greedy:
             return None
         coins = torch.rand(size, self.depth, self.nodes - 1, device=device)
@@ -79,8 +114,8 @@ class Drafting:
             info.temperatures.view(-1),
         )
 
-    def block(self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Hidden states of the D mask positions that are used, [B, D, H]."""
+    def block(self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor) -> Block:
+        """One pass of the drafter over the anchors and their masks."""
         size, block = anchor.shape[0], self.config.block_size
         ids = anchor.new_full((size, block), self.config.mask_token_id)
         ids[:, 0] = anchor
@@ -100,21 +135,23 @@ class Drafting:
             spec_info=self.spec_info,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
-        out = self.runner.forward(forward).logits_output.hidden_states
-        return out.view(size, block, -1)[:, 1 : self.depth + 1]
+        out = self.runner.forward(forward)
+        hidden = out.logits_output.hidden_states.view(size, block, -1)
+        return Block(hidden[:, 1 : self.depth + 1], out.can_run_graph)
 
-    def _lattice(self, batch: Any, anchor: torch.Tensor, hidden: torch.Tensor) -> Lattice:
+    def lattice(
+        self, hidden: torch.Tensor, anchor: torch.Tensor, heat: torch.Tensor | None
+    ) -> Lattice:
+        """hidden [B, D, H]; anchor [B] int64; heat [B] float32, the rows' temperatures, None for 1."""
         size, depth = anchor.shape[0], self.depth
-        info = batch.sampling_info
-        temperature = None if info.is_all_greedy else lattice_heat(info.temperatures.view(-1))
-        per_row = None if temperature is None else temperature.repeat_interleave(depth)[:, None]
+        per_row = None if heat is None else heat.repeat_interleave(depth)[:, None]
         found = self.head(hidden.reshape(size * depth, -1), per_row)
         tokens = found.tokens.view(size, depth, -1)
         unary, log_norm = found.logits.view(size, depth, -1), found.log_norm.view(size, depth)
         selector = self.drafter.candidate_selector
         if selector is None:
-            return kernels.build_lattice(tokens, unary, log_norm, temperature)
-        return selector.lattice(hidden, anchor, tokens, unary, log_norm, temperature)
+            return kernels.build_lattice(tokens, unary, log_norm, heat)
+        return selector.lattice(hidden, anchor, tokens, unary, log_norm, heat)
 
 
 def _target_embedding(target_model: Any) -> Callable[[torch.Tensor], torch.Tensor]:

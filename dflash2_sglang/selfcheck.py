@@ -16,7 +16,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from dflash2_sglang.closeness import difference, worst
 from dflash2_sglang.consistency import inconsistency, longest_paths
+from dflash2_sglang.drafttrial import DraftTrial
 from dflash2_sglang.graphs import captured, eagerly
 from dflash2_sglang.hybrid import clear_states
 from dflash2_sglang.state import TreeVerifyInput
@@ -61,9 +61,17 @@ class Seen(NamedTuple):
     """What a round computed."""
 
     block: Tensor  # [D, H], the drafter's hidden states
+    scores: Tensor  # [1, N], of the tree it drafted
     logits: Tensor  # [N, V]
     features: Tensor  # [N, taps * H]
     stored: Tensor  # [N, ...], keys and values of the last layer
+
+
+def _fault(problem: str, where: str) -> str:
+    return (
+        f"DFLASH2 refuses to serve: {problem} in {where}, which is a fault of dflash2-sglang; "
+        "please report it."
+    )
 
 
 class SelfCheck:
@@ -95,6 +103,7 @@ class SelfCheck:
             return
         with self._scratch(needed) as (row, slots):
             self._row, self._slots = row, slots
+            self._draft = DraftTrial(self.drafting, row, slots)
             self._write_context()
             trials = [
                 Trial(length, self._tree(sharpness))
@@ -116,16 +125,23 @@ class SelfCheck:
 
     def _round(self, trial: Trial) -> Seen:
         """As in serving: the drafter's block, then the tree. Eager too where the caller says so."""
-        block = self._block(trial.length, trial.tree.tokens[:, 0])
+        anchor = trial.tree.tokens[:, 0]
+        drafted = self._draft(trial.length, anchor)
+        if not torch.equal(drafted.tree.tokens[:, 0], anchor):
+            raise SelfCheckError(_fault("a token is at the wrong place", "a drafted tree"))
         prefix, window = self._place(trial)
-        verify = self.verify_input(trial.tree, prefix, window)
+        self._told(drafted.tree, prefix, window, "a drafted tree")
+        verify = self._told(trial.tree, prefix, window, "a trial tree")
+        seen = self._run(verify, prefix, window)
+        return Seen(drafted.hidden, drafted.scores, *seen, self._stored(window))
+
+    def _told(self, tree: Tree, prefix: Tensor, window: Tensor, name: str) -> TreeVerifyInput:
+        """The verifier's input of a tree, by the code that will serve."""
+        verify = self.verify_input(tree, prefix, window)
         problem = inconsistency(verify, prefix)
         if problem is not None:
-            raise SelfCheckError(
-                f"DFLASH2 refuses to serve: {problem} in a trial tree, which is a fault of "
-                "dflash2-sglang; please report it."
-            )
-        return Seen(block, *self._run(verify, prefix, window), self._stored(window))
+            raise SelfCheckError(_fault(problem, name))
+        return verify
 
     def _place(self, trial: Trial) -> tuple[Tensor, Tensor]:
         """The number of tokens before a tree [1], and the slots of its nodes [1, N]."""
@@ -156,17 +172,6 @@ class SelfCheck:
             )
         return to_eager, to_text
 
-    def _block(self, length: int, anchor: Tensor) -> Tensor:
-        """Hidden states of the drafter's block [D, H]: a fault there would only cost acceptance."""
-        lengths = torch.tensor([length])
-        batch = SimpleNamespace(
-            seq_lens=lengths.to(self.device),
-            seq_lens_cpu=lengths,
-            req_pool_indices=self._row,
-            spec_algorithm=self.runner.spec_algorithm,
-        )
-        return self.drafting.block(batch, anchor, self._slots[None, length:])[0].float().clone()
-
     def _tree(self, sharpness: float) -> Tree:
         """From a random lattice, by the code that will serve."""
         shape = (self.depth, self.width)
@@ -192,7 +197,7 @@ class SelfCheck:
         window = self._slots[None, 1 : 1 + self.nodes]
         with eagerly(self.runner), eagerly(self.drafting.runner):
             self._run(self._chain(self.context, 1, window), prefix, window)
-            self._block(min(self.lengths), self.context[:1])
+            self._draft(min(self.lengths), self.context[:1])
 
     def _against_text(self, served: Tensor, trial: Trial) -> float:
         prefix, window = self._place(trial)

@@ -27,6 +27,7 @@ from dflash2_sglang.config_refusals import ARCHITECTURES
 from dflash2_sglang.context import ContextWriter
 from dflash2_sglang.draft import Drafting
 from dflash2_sglang.grammar.constrain import Constraint, masked
+from dflash2_sglang.graphs import largest_capture
 from dflash2_sglang.hidden import hand_over, keep_final_states
 from dflash2_sglang.model.drafter import DFlash2Drafter
 from dflash2_sglang.parameters import RequestParameters
@@ -38,18 +39,6 @@ from dflash2_sglang.tree_mask import mask_reader
 from dflash2_sglang.verify_input import VerifyInputs
 
 logger = logging.getLogger(__name__)
-
-
-def captures_graphs() -> bool:
-    """Whether passes of fixed shape are captured on this device."""
-    from sglang.srt.model_executor.cuda_graph_config import Backend
-    from sglang.srt.platforms import current_platform
-    from sglang.srt.runtime_context import get_exec
-
-    graphs = get_exec().graph.cuda_graph_config
-    if graphs is None or graphs.decode.backend == Backend.DISABLED:
-        return False
-    return not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
 
 
 class DFlash2Worker(BaseSpecWorker):
@@ -140,7 +129,10 @@ class DFlash2Worker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         """The drafter's block pass; the target's verify pass is captured already. Then the trial."""
-        self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures_graphs())
+        largest = largest_capture()
+        if largest:
+            self.drafting.fold(largest)
+        self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=largest > 0)
         runner = self.target_worker.model_runner
         self.verify_input.reserve(runner.max_running_requests)
         SelfCheck(

@@ -109,6 +109,30 @@ def stale_rope() -> contextlib.AbstractContextManager[None]:
     return replaced(scratch, "new_forward", lambda: None)
 
 
+def stale_draft() -> contextlib.AbstractContextManager[None]:
+    """The tree at the end of the drafter's pass is that of the pass before."""
+    from dflash2_sglang.folded import FoldedDraft
+
+    return replaced(FoldedDraft, "__call__", lambda *_: None)
+
+
+def frozen_anchor() -> contextlib.AbstractContextManager[None]:
+    """The drafter's selector follows the first anchors it saw, though the root is right."""
+    from dflash2_sglang.folded import FoldedDraft
+
+    call, first = FoldedDraft.__call__, {}
+
+    def faulty(self: Any, *args: Any) -> None:
+        def lattice(hidden: Any, anchor: Any, heat: Any) -> Any:
+            return honest(hidden, first.setdefault(anchor.shape[0], anchor.clone()), heat)
+
+        honest, self.to_lattice = self.to_lattice, lattice
+        call(self, *args)
+        self.to_lattice = honest
+
+    return replaced(FoldedDraft, "__call__", faulty)
+
+
 FAULTS: dict[str, Fault] = {
     "frozen mask": changed(freeze_mask),
     "frozen mask in the pass": blinded(changed(freeze_mask)),
@@ -118,6 +142,8 @@ FAULTS: dict[str, Fault] = {
     "wrong position in the pass": blinded(changed(move_last_node)),
     "stale positions of a graph": stale_positions,
     "stale rope": stale_rope,
+    "stale draft": stale_draft,
+    "frozen anchor": frozen_anchor,
 }
 
 
