@@ -25,7 +25,7 @@ RATE = 200  # looks a second
 
 FRAME = re.compile(r"(?:[\w<>]+\.)*([\w<>]+) \(.*?([^/]+\.py):\d+\)")
 PARTS = {  # by function and file
-    ("_block", "draft.py"): "drafter forward",
+    ("block", "draft.py"): "drafter forward",
     ("_logits", "candidates.py"): "drafter forward",
     ("__call__", "draft.py"): "candidates, lattice, tree",
     ("forward_batch_generation", "tp_worker.py"): "target forward",
