@@ -103,17 +103,17 @@ def coin_cells(tree: Drawn, rows: list[np.ndarray], depth: int) -> tuple[Tensor,
         if rest.sum() > 0:
             cuts[-1] |= set((np.cumsum(rest) / rest.sum()).tolist())
     # Coins of levels without nodes are not read.
-    pieces = [_pieces(c) for c in cuts]
+    cells = [pieces(c) for c in cuts]
     coins = torch.cartesian_prod(
-        *(torch.tensor([x for x, _ in p], dtype=torch.float64) for p in pieces)
+        *(torch.tensor([x for x, _ in p], dtype=torch.float64) for p in cells)
     )
     sizes = torch.cartesian_prod(
-        *(torch.tensor([x for _, x in p], dtype=torch.float64) for p in pieces)
+        *(torch.tensor([x for _, x in p], dtype=torch.float64) for p in cells)
     )
     return coins.view(-1, len(cuts)), sizes.view(-1, len(cuts)).prod(1)
 
 
-def _pieces(cuts: set[float]) -> list[tuple[float, float]]:
+def pieces(cuts: set[float]) -> list[tuple[float, float]]:
     """(a coin, the size of its piece) for each piece of the unit interval."""
     edges = sorted({0.0, 1.0, *(x for x in cuts if 0 < x < 1)})
     return [((a + b) / 2, b - a) for a, b in itertools.pairwise(edges)]
