@@ -1,13 +1,23 @@
-"""The wheel of the demo's model and its conversion, for the tests of the demo's preparation."""
+"""Fixtures that several files share: one rank of SGLang, and the wheel of the demo's model."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dflash2_sglang.cli import demo_model
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[None]:
+    """What SGLang's layers need, without a server; for ``usefixtures``."""
+    import reference
+
+    with reference.engine():
+        yield
 
 
 @pytest.fixture(scope="module")

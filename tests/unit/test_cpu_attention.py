@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import reference as ref
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -18,14 +17,10 @@ from dflash2_sglang.cpu.attention import CpuAttnBackend, contiguous_run
 from dflash2_sglang.cpu.kv_pool import CpuKVPool
 from dflash2_sglang.tree.build import ancestor_mask
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 HEAD_DIM, SLOTS = 16, 400
 Sees = Callable[[int, int], bool]  # (query, key), both counted among the queries' own tokens
-
-
-@pytest.fixture(scope="module", autouse=True)
-def engine() -> Iterator[None]:
-    with ref.engine():
-        yield
 
 
 class World:

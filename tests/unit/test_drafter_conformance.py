@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,10 @@ from transformers import Qwen3Config
 
 import dflash2_sglang
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 ASSET = Path(dflash2_sglang.__file__).parent / "assets" / "smollm2-135m-dflash2"
 CLOSE = 2e-5  # float32, hidden states of size 5 and scores of size 100
-
-
-@pytest.fixture(scope="module", autouse=True)
-def engine() -> Iterator[None]:
-    with ref.engine():
-        yield
 
 
 def make_batch(config: Qwen3Config, lengths: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:

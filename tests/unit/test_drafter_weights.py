@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import reference as ref
 import torch
 
 from dflash2_sglang.config import CheckpointError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def engine() -> Iterator[None]:
-    with ref.engine():
-        yield
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 def test_published_spellings_of_names_load() -> None:

@@ -6,25 +6,20 @@ kernel alone is replaced, by the arithmetic it stands for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import reference as ref
 import torch
 from torch import Tensor
 
 from dflash2_sglang.candidates import CandidateHead
 from dflash2_sglang.head import TargetHead
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 WORDS, HIDDEN, K = 150, 64, 16  # SGLang pads to 192 rows
-
-
-@pytest.fixture(scope="module", autouse=True)
-def engine() -> Iterator[None]:
-    with ref.engine():
-        yield
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
