@@ -1,10 +1,11 @@
-"""Servers for the tests of this folder; all of these carry the marker ``server``."""
+"""Servers, and their arguments, for the tests of this folder; all of these carry the marker ``server``."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving import Launcher, Server
@@ -91,3 +92,29 @@ def tree_server(serve: Serve, pairs: Pairs) -> Iterator[Server]:
 def servers(plain_server: Server, tree_server: Server) -> tuple[Server, Server]:
     """DFLASH2 and plain decoding."""
     return tree_server, plain_server
+
+
+Resolve = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def resolve(pairs: Pairs) -> Resolve:
+    """What ``sglang.launch_server`` does with its arguments before it starts a process."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    pair = pairs.pair()
+
+    def resolve(
+        *flags: str, drafter: Path | None = pair.drafter, target: Path = pair.target
+    ) -> Any:
+        argv = ["--model-path", str(target), "--speculative-algorithm", "DFLASH2"]
+        if drafter is not None:
+            argv += ["--speculative-draft-model-path", str(drafter)]
+        args = prepare_server_args([*argv, *flags])
+        args.resolve_once()
+        return resolving_view(args)
+
+    return resolve
