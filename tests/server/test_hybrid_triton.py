@@ -2,7 +2,8 @@
 
 In Triton's interpreter, a round is SGLang's own from the verify pass to the commit (``own_kernels.py``);
 prompts go through torch in the gated delta nets, as SGLang's prompt kernels refuse float32. The servers also
-raise where a round would wait for the device (``no_sync.py``).
+raise where a round would wait for the device (``no_sync.py``), or replay captured
+passes (``stand_in_graphs.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CROSSING = 2  # the prompt whose answer passes a multiple of GRID
 TOKENS = 10  # an interpreted round of four requests takes two seconds
 TREE = ("--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "6")
 CHAIN = ("--speculative-eagle-topk", "1", "--speculative-num-steps", "4")
-HOOKS = {"DFLASH2_TEST_HOOKS": "own_kernels no_sync"}
+CAPTURE = ("--cuda-graph-bs-decode", "1", "2", "4", "--disable-prefill-cuda-graph")
 KERNELS = {
     "_fwd_kernel",  # attention, in target and drafter
     "_causal_conv1d_update_kernel",
@@ -64,16 +65,24 @@ def plain(serve: Any, target: Path) -> Plain:
 
 @pytest.fixture(
     scope="module",
-    params=[(TREE, 1), (TREE, 16), (CHAIN, 16)],
-    ids=["tree-page1", "tree-page16", "chain-page16"],
+    params=[
+        (TREE, 1, "no_sync"),
+        (TREE, 16, "no_sync"),
+        (CHAIN, 16, "no_sync"),
+        ((*TREE, *CAPTURE), 16, "stand_in_graphs"),
+    ],
+    ids=["tree-page1", "tree-page16", "chain-page16", "tree-page16-captured"],
 )
 def server(
     request: pytest.FixtureRequest, plain: Plain, serve_triton: Any, target: Path, pairs: Pairs
 ) -> Iterator[Server]:
-    shape, page = request.param
+    shape, page, hook = request.param
     flags = (*shape, "--page-size", str(page), "--mamba-track-interval", str(GRID))
-    limit = ("--max-running-requests", "4")
-    with serve_triton(target, pairs.drafter(target), *flags, *limit, env=HOOKS) as server:
+    flags += ("--max-running-requests", "4")
+    env = {"DFLASH2_TEST_HOOKS": f"own_kernels {hook}"}
+    with serve_triton(target, pairs.drafter(target), *flags, env=env) as server:
+        captured = "replayed: target" in server.log.read_text()
+        assert captured is (hook == "stand_in_graphs")
         yield server
         assert server.errors() == []
 
