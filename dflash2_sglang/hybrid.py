@@ -12,6 +12,7 @@ from typing import Any
 
 CONV_DTYPE = "SGLANG_MAMBA_CONV_DTYPE"
 SLOTS_PER_REQUEST = 5  # what SGLang keeps for a running request: its own, two snapshots, two cached
+PROMPT_GRID = 64  # tokens of a prompt between two states that SGLang's prefix cache may keep
 
 _ours: str | None = None  # what was set here, for an earlier engine of this process
 

@@ -120,6 +120,25 @@ def refuse_recurrent(args: Any, model_config: Any, nodes: int) -> None:
         )
 
 
+def refuse_state_pages(page: int, interval: int) -> None:
+    """Raise ValueError where recurrent states cannot be cached with pages of ``page`` tokens.
+
+    interval  ``--mamba-track-interval``, the tokens of an answer between two cached states
+    """
+    grid = hybrid.PROMPT_GRID
+    if max(page, grid) % min(page, grid):
+        raise ValueError(
+            f"DFLASH2 does not support --page-size {page} with a hybrid target, whose states are cached "
+            f"every {grid} tokens of a prompt: use a page size that divides {grid}, or "
+            "--disable-radix-cache."
+        )
+    if interval % page:
+        raise ValueError(
+            f"DFLASH2 does not support --mamba-track-interval {interval} with --page-size {page}, as states "
+            "are cached at the ends of pages: make the interval a multiple of the page size."
+        )
+
+
 def refuse_conv_dtype(kept: str, computed: str) -> None:
     """Raise ValueError where convolution states are kept in another dtype than they were computed in."""
     if kept != computed:

@@ -25,6 +25,9 @@ def preload() -> None:
     load_plugins()
     import dflash2_sglang.worker  # noqa: F401
 
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        importlib.import_module("quick_interpreter").install()
+
 
 def read_environment() -> None:
     """Again, for what SGLang reads while it is imported."""

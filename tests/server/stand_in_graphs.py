@@ -36,8 +36,13 @@ def backend_class() -> type:
             yield
 
         def capture_one(self, shape_key: Any, forward_fn: Any, *_: Any, **__: Any) -> None:
-            metadata = self.runner.attn_backend.forward_metadata
+            metadata = [backend.forward_metadata for backend in self.backends()]
             self.captured[shape_key] = (forward_fn, metadata, forward_fn())
+
+        def backends(self) -> list[Any]:
+            """One, or one for each kind of layer."""
+            backend = self.runner.attn_backend
+            return getattr(backend, "attn_backend_list", None) or [backend]
 
         def can_run(self, forward_batch: Any, shape_key: Any) -> bool:
             return shape_key in self.captured
@@ -48,13 +53,17 @@ def backend_class() -> type:
 
         def replay(self, shape_key: Any, static_forward_batch: Any, **_: Any) -> Any:
             forward, metadata, output = self.captured[shape_key]
-            backend = self.runner.attn_backend
-            now, backend.forward_metadata = backend.forward_metadata, metadata
+            now = [backend.forward_metadata for backend in self.backends()]
+            self.plan(metadata)
             overwrite(output, forward())
-            backend.forward_metadata = now
+            self.plan(now)
             model = "draft" if self.runner.model_runner.is_draft_worker else "target"
             logger.info("replayed: %s, batch %d", model, shape_key.size)
             return output
+
+        def plan(self, metadata: list[Any]) -> None:
+            for backend, its in zip(self.backends(), metadata, strict=True):
+                backend.forward_metadata = its
 
         def cleanup(self) -> None:
             self.captured.clear()

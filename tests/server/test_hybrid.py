@@ -158,17 +158,3 @@ def test_sampled_answers(server: tuple[Server, Setup]) -> None:
         PROMPTS, concurrency=4, temperature=0.8, top_p=0.9, max_new_tokens=TOKENS, ignore_eos=True
     )
     assert all(len(answer) == TOKENS for answer in ids(answers))
-
-
-def test_sglangs_kernels_verify_the_tree(
-    plain: Plain, target: Path, drafter: Path, logs: Iterator[Path]
-) -> None:
-    """SGLang's Triton kernels in the verify pass; the interpreter has to be on from the start."""
-    argv = ["--model-path", str(target), "--dtype", "float32", "--max-total-tokens", "8192"]
-    argv += ["--speculative-algorithm", "DFLASH2", "--speculative-draft-model-path", str(drafter)]
-    few = slice(1, 4, 2)
-    with Server(argv, next(logs), None, {"TRITON_INTERPRET": "1"}) as server:
-        answers = run(server, PROMPTS[few], 2, tokens=12)
-        assert server.errors() == []
-    assert ids(answers) == [answer[:12] for answer in ids(plain.first)[few]]
-    assert acceptance(answers) > 1

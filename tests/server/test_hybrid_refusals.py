@@ -72,11 +72,30 @@ def test_hybrid_targets(resolve: Resolve, hybrid: Path) -> None:
             " --disable-overlap-schedule",
             "--enable-linear-replayssm, .*: drop it",
         ),
+        (
+            "--page-size 48",
+            "--page-size 48 with a hybrid target.*: use a page size that divides 64",
+        ),
+        (
+            "--page-size 512",
+            "--mamba-track-interval 256 with --page-size 512.*: make the interval a multiple",
+        ),
+        (
+            "--page-size 16 --mamba-track-interval 40",
+            "--mamba-track-interval 40 with --page-size 16.*: make the interval a multiple",
+        ),
     ],
 )
 def test_hybrid_settings(resolve: Resolve, hybrid: Path, flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^DFLASH2 does not support {message}"):
         resolve(*flags.split(), target=hybrid)
+
+
+def test_page_sizes(resolve: Resolve, hybrid: Path) -> None:
+    for flags in ("--page-size 16", "--page-size 64", "--page-size 128"):
+        assert resolve(*flags.split(), target=hybrid).uses_mamba_radix_cache
+    free = resolve("--page-size", "48", "--disable-radix-cache", target=hybrid)
+    assert free.page_size == 48
 
 
 def test_another_dtype_of_convolution_states(
