@@ -43,7 +43,11 @@ def drawn_case(
 ) -> DrawnCase:
     draws = m.draws(s, heat=heat, filters=filters)
     anchor = m.integers(0, 999, s.batch)
-    return DrawnCase(m.lattice(s, kind), anchor, s.nodes, s.children, draws)
+    lattice = m.lattice(s, kind)
+    if kind == "random":  # the candidates hold a part of the vocabulary's mass
+        held = 0.3 + 0.7 * m.uniform(s.batch, s.depth, 1, 1)
+        lattice = lattice._replace(log_probs=lattice.log_probs + held.log())
+    return DrawnCase(lattice, anchor, s.nodes, s.children, draws)
 
 
 def stable(case: DrawnCase, exact: bool = False) -> Tensor:

@@ -36,7 +36,7 @@ def test_trees() -> None:
     """Those that hang on rounding are few."""
     count = Counter[str]()
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=45, deadline=None)
     @given(
         sizes(),
         st.integers(0, 999),
