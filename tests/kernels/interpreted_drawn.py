@@ -50,7 +50,8 @@ def test_trees() -> None:
     @example(Sizes(1, 31, 32, 128, 32), 3, "random", True, set())
     @example(Sizes(1, 31, 8, 32, 1), 4, "random", False, set())  # a chain
     @example(Sizes(1, 5, 16, 66, 16), 5, "holes", False, set())  # more nodes than bits in a word
-    @example(Sizes(2, 3, 4, 85, 4), 6, "constant", False, set())  # every path there is
+    @example(Sizes(1, 3, 4, 85, 4), 6, "constant", False, set())  # every path there is
+    @example(Sizes(2, 3, 4, 60, 4), 9, "holes", False, set())  # impossible paths as well
     @example(Sizes(2, 2, 1, 3, 1), 7, "random", True, {"min_p"})
     @example(Sizes(3, 4, 40, 9, 40), 8, "random", True, {"top_p"})  # candidates of several warps
     def check(s: Sizes, seed: int, kind: str, heat: bool, filters: set[str]) -> None:
