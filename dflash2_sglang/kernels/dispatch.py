@@ -83,14 +83,18 @@ def build_tree(
     max_children: int,
     draws: Draws | None = None,
 ) -> Tree:
-    """See `tree.build.build_tree`. Trees with random children are built by torch everywhere."""
+    """See `tree.build.build_tree`."""
     small = num_nodes <= MOST_NODES and lattice.tokens.shape[-1] <= MOST_CANDIDATES
     exact = lattice.log_probs.dtype == torch.float32
-    if draws is not None or not (small and exact and uses_triton(anchor)):
+    if not (small and exact and uses_triton(anchor)):
         return build.build_tree(lattice, anchor, num_nodes, max_children, draws)
-    from dflash2_sglang.kernels import tree as triton
+    if draws is None:
+        from dflash2_sglang.kernels import tree as triton
 
-    return triton.build_tree(lattice, anchor, num_nodes, max_children)
+        return triton.build_tree(lattice, anchor, num_nodes, max_children)
+    from dflash2_sglang.kernels import drawn_tree
+
+    return drawn_tree.build_tree(lattice, anchor, num_nodes, max_children, draws)
 
 
 def greedy_walk(

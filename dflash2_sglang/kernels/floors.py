@@ -46,6 +46,19 @@ def tree(B: int, K: int, N: int) -> Floor:
     return Floor(read + written, B * N * (N + 2 * K), steps=N - 1)
 
 
+def drawn_tree(B: int, D: int, K: int, N: int) -> Floor:
+    """With random children, whose law is written over all candidates. Without filters.
+
+    Coins and candidates of a depth lie side by side. A row's candidates are ordered, which takes K log K
+    comparisons, and some 16 numbers are computed of each.
+    """
+    plain, depths = tree(B, K, N), min(D, N)
+    read = B * (N * K * FLOAT + depths * (K * INT + SECTOR) + INT + 1)
+    written = B * N * (5 * INT + FLOAT + N) + B * N * (1 + K * (INT + FLOAT))
+    operations = plain.operations + B * N * K * (16 + K.bit_length())
+    return Floor(read + written, operations, steps=N)
+
+
 def greedy_walk(B: int, N: int, P: int) -> Floor:
     """P nodes on the longest path."""
     return Floor(B * (N * (4 * INT + N) + (P + 2) * INT), 2 * B * N * N)

@@ -21,8 +21,11 @@ from dflash2_sglang.tree.lattice import Lattice
 
 
 @triton.jit
-def _row_keys(row_ptr, stride, width, valid, CANDIDATES: tl.constexpr, NONE: tl.constexpr):
-    """Cost and place of each candidate of a row, ordered as `search.ranked_rows` does."""
+def row_keys(row_ptr, stride, width, valid, CANDIDATES: tl.constexpr, NONE: tl.constexpr):
+    """Cost and place of each candidate of a row, ordered as `search.ranked_rows` does.
+
+    row_ptr and valid are of one row, or [R, 1].
+    """
     c = tl.arange(0, CANDIDATES)
     inside = (c < width) & valid
     x = tl.load(row_ptr + c * stride, mask=inside, other=0.0)
@@ -74,7 +77,7 @@ def _tree(
     column = word[:, None] * 64 + bit[None, :]
 
     # Of every node:
-    first = tl.min(_row_keys(rows, stride_c, width, True, CANDIDATES, NONE), 0)
+    first = tl.min(row_keys(rows, stride_c, width, True, CANDIDATES, NONE), 0)
     root = node == 0
     offer = tl.where(root, _offer(0.0, first, 1, 0, NONE), NONE)
     # the row key of the offered child; in its low bits, the last child that is in the tree
@@ -110,9 +113,9 @@ def _tree(
         count = ((above >> 16) & LOW) + 1
 
         own_row = rows + (depth - 1) * stride_t + (above & LOW) * stride_a
-        own = _row_keys(own_row, stride_c, width, count < max_children, CANDIDATES, NONE)
+        own = row_keys(own_row, stride_c, width, count < max_children, CANDIDATES, NONE)
         next_row = rows + depth * stride_t + candidate * stride_a
-        below = _row_keys(next_row, stride_c, width, depth < max_depth, CANDIDATES, NONE)
+        below = row_keys(next_row, stride_c, width, depth < max_depth, CANDIDATES, NONE)
         second = tl.min(tl.where(own > chosen, own, NONE), 0)
         first = tl.min(below, 0)
         offer = tl.where(is_parent, _offer(parent_cost, second, depth, parent, NONE), offer)
@@ -139,17 +142,31 @@ def _tree(
     tl.store(out_sibling_ptr + base + node, sibling, mask=node < num_nodes)
 
 
-def build_tree(lattice: Lattice, anchor: Tensor, num_nodes: int, max_children: int) -> Tree:
-    check_sizes(lattice, num_nodes, max_children)
-    batch, depth, width = lattice.tokens.shape
-    device = anchor.device
-
+def empty_tree(batch: int, num_nodes: int, device: torch.device) -> Tree:
     def nodes() -> Tensor:
         return torch.empty(batch, num_nodes, dtype=torch.int64, device=device)
 
     log_prob = torch.empty(batch, num_nodes, dtype=torch.float32, device=device)
     mask = torch.empty(batch, num_nodes, num_nodes, dtype=torch.bool, device=device)
-    out = Tree(nodes(), nodes(), nodes(), log_prob, mask, nodes(), nodes())
+    return Tree(nodes(), nodes(), nodes(), log_prob, mask, nodes(), nodes())
+
+
+def pointers(tree: Tree) -> tuple[Tensor, ...]:
+    return *tree[:4], tree.mask.view(torch.uint8), tree.first_child, tree.next_sibling
+
+
+def blocks(num_nodes: int, width: int) -> dict[str, int]:
+    return {
+        "NODES": triton.next_power_of_2(num_nodes),
+        "CANDIDATES": triton.next_power_of_2(width),
+        "WORDS": triton.next_power_of_2(triton.cdiv(num_nodes, 64)),
+    }
+
+
+def build_tree(lattice: Lattice, anchor: Tensor, num_nodes: int, max_children: int) -> Tree:
+    check_sizes(lattice, num_nodes, max_children)
+    batch, depth, width = lattice.tokens.shape
+    out = empty_tree(batch, num_nodes, anchor.device)
     if not batch:
         return out
     _tree[(batch,)](
@@ -157,20 +174,12 @@ def build_tree(lattice: Lattice, anchor: Tensor, num_nodes: int, max_children: i
         *lattice.log_probs.stride(),
         lattice.tokens.contiguous(),
         anchor.contiguous(),
-        out.tokens,
-        out.parent,
-        out.depth,
-        out.log_prob,
-        mask.view(torch.uint8),
-        out.first_child,
-        out.next_sibling,
+        *pointers(out),
         num_nodes,
         depth,
         width,
         max_children,
-        NODES=triton.next_power_of_2(num_nodes),
-        CANDIDATES=triton.next_power_of_2(width),
-        WORDS=triton.next_power_of_2(triton.cdiv(num_nodes, 64)),
+        **blocks(num_nodes, width),
         num_warps=1,  # each step reduces over all nodes and waits for it
     )
     return out

@@ -194,7 +194,8 @@ def _filtered(log_probs: Tensor, draws: Draws) -> Tensor:
     """The rows [B*D*K, K] as the requests' filters leave them; `fixed` requests keep theirs."""
     if draws.top_k is None and draws.top_p is None and draws.min_p is None:
         return log_probs
-    grouped = log_probs.unflatten(0, (draws.fixed.shape[0], -1))
+    size, width = draws.fixed.shape[0], log_probs.shape[1]
+    grouped = log_probs.view(size, log_probs.shape[0] // max(size, 1), width)
     power = None if draws.heat is None else sharpness(draws.heat)
     found = filter_ranked(grouped, draws.top_k, draws.top_p, draws.min_p, power)
     return torch.where(draws.fixed.view(-1, 1, 1), grouped, found).flatten(0, 1)

@@ -65,26 +65,39 @@ def filter_ranked(
     sharpness  [B], how much hotter log_probs are than the distribution that is filtered
 
     If a candidate is dropped, so is all that ranks below it, and the kept ones hold everything. If
-    none is, they hold their share of what top-p keeps.
+    none is, they hold their share of what top-p keeps. So a request whose filters keep everything
+    (top_k K or more, top_p 1, min_p 0) gets its rows back to the bit.
     """
     probs = log_probs.exp()
-    if sharpness is None:
-        kept = _kept(probs, top_k, top_p, min_p)
-    else:
-        power = sharpness.view(-1, 1, 1)
-        sharp, missing = probs.pow(power), (1 - probs.sum(-1, keepdim=True)).clamp(min=0).pow(power)
-        kept = _kept(sharp / (sharp.sum(-1, keepdim=True) + missing), top_k, top_p, min_p)
+    # Rounding may put what ranks above a candidate at more than 1.
+    limit = None if top_p is None else top_p.masked_fill(top_p >= 1, torch.inf)
+    kept = _kept(_sharpened(log_probs, probs, sharpness), top_k, limit, min_p)
     held = probs.where(kept, 0).sum(-1, keepdim=True)
-    whole = torch.ones_like(held) if top_p is None else held.maximum(top_p.view(-1, 1, 1))
+    whole = torch.ones_like(held)
+    if top_p is not None:
+        share = top_p.view(-1, 1, 1)
+        whole = torch.where(share < 1, held.maximum(share), whole)
     total = torch.where(kept.all(-1, keepdim=True), whole, held)
+    total = total.masked_fill(total == 0, 1)  # of impossible candidates
     return (log_probs - total.log()).masked_fill(~kept, -torch.inf).clamp_(max=0)
+
+
+def _sharpened(log_probs: Tensor, probs: Tensor, sharpness: Tensor | None) -> Tensor:
+    """The probabilities [B, M, K] at the request's own temperature, those unseen taken as one."""
+    power = 1.0 if sharpness is None else sharpness.view(-1, 1, 1)
+    # All relative to the best, or a high power would make everything 0.
+    best = log_probs[..., :1].clamp(min=-1e30)
+    sharp = ((log_probs - best) * power).exp()
+    missing = (1 - probs.sum(-1, keepdim=True)).clamp(min=0)
+    missing = ((missing.log() - best) * power).exp().clamp(max=1e30)
+    return sharp / (sharp.sum(-1, keepdim=True) + missing)
 
 
 def _kept(
     ranked: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> Tensor:
     """Which of the probabilities [B, M, K], best first, the filters keep."""
-    kept = ranked > 0
+    kept = torch.ones_like(ranked, dtype=torch.bool)
     if top_k is not None:
         rank = torch.arange(ranked.shape[-1], device=ranked.device)
         kept &= rank < top_k.view(-1, 1, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dflash2_sglang import kernels, tree
 from dflash2_sglang.tree.build import assemble
-from dflash2_sglang.tree.draw import Proposal
+from dflash2_sglang.tree.draw import Draws, Proposal
 from dflash2_sglang.tree.lattice import Lattice
 
 KINDS = ["random", "ties", "holes", "constant", "hopeless", "broken"]
@@ -81,6 +81,25 @@ class Maker:
             values = values.masked_fill(self.uniform(*shape) < 0.2, 1e-7)  # a rounded softmax
         values[:, 0] = values[:, 0, :1].clone()
         return Lattice(self.tokens(s), values)
+
+    def draws(self, s: Sizes, *, heat: bool = False, filters: Sequence[str] = ()) -> Draws:
+        """A third of the requests greedy, and of each filter that is set a third neutral."""
+        b = s.batch
+
+        def some(values: Tensor, neutral: float) -> Tensor:
+            return torch.where(self.uniform(b) < 1 / 3, neutral, values)
+
+        made = {
+            "top_k": some(self.integers(1, s.width + 2, b), 1 << 30).int(),
+            "top_p": some(0.05 + 0.95 * self.uniform(b), 1.0),
+            "min_p": some(0.4 * self.uniform(b), 0.0),
+        }
+        return Draws(
+            self.uniform(b, s.depth, s.nodes - 1),
+            self.uniform(b) < 1 / 3,
+            *(made[name] if name in filters else None for name in ("top_k", "top_p", "min_p")),
+            some(0.1 + 1.5 * self.uniform(b), 1.0) if heat else None,
+        )
 
     def tree(self, s: Sizes, kind: str = "random") -> tree.Tree:
         """Any tree at all, its siblings' tokens distinct."""

@@ -59,6 +59,7 @@ def options(arguments: list[str] | None = None) -> Options:
 def rows(o: Options) -> Iterator[Row]:
     """Each with inputs of its own, which are freed when the next one is made."""
     import torch
+    from drawn_cases import FILTERS, drawn_case
     from kernel_cases import (
         Maker,
         Sizes,
@@ -89,6 +90,10 @@ def rows(o: Options) -> Iterator[Row]:
         for n in o.nodes:
             s, p = s._replace(nodes=n), 8
             yield Row("tree", b, n, tree_pair(m, s, "random"), None, floors.tree(b, 16, n))
+            floor = floors.drawn_tree(b, 7, 16, n)
+            for name, filters in (("drawn tree", ()), ("drawn tree, filtered", FILTERS)):
+                case = drawn_case(m, s, "random", heat=True, filters=filters)
+                yield Row(name, b, n, case, None, floor)
             greedy = floors.greedy_walk(b, n, p)
             yield Row("greedy walk", b, n, greedy_pair(m, s, "best"), None, greedy)
             for name, random in (("sampled walk", False), ("random children", True)):
@@ -98,9 +103,12 @@ def rows(o: Options) -> Iterator[Row]:
 
 
 def check(row: Row) -> None:
+    from drawn_cases import DrawnCase, compare
     from kernel_cases import require_close, require_equal
 
-    if row.tolerance is None:
+    if isinstance(row.pair, DrawnCase):
+        compare(row.pair)
+    elif row.tolerance is None:
         require_equal(row.pair)
     else:
         require_close(row.pair, row.tolerance)

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from dflash2_sglang.kernels import conv, lattice, tree, walk
+from dflash2_sglang.kernels import conv, drawn_tree, lattice, tree, walk
 
 OPTIONS = ("num_warps", "num_stages")
 
@@ -58,6 +58,8 @@ def launch_all(s: Sizes, dtype: torch.dtype) -> None:
     lattice.build_lattice(tokens, unary, norm, None, pair)
     lattice.build_lattice(tokens, unary, norm, heat)
     tree.build_tree(m.lattice(s, "random"), anchor, s.nodes, s.children)
+    for draws in (m.draws(s), m.draws(s, heat=True, filters=("top_k", "top_p", "min_p"))):
+        drawn_tree.build_tree(m.lattice(s, "random"), anchor, s.nodes, s.children, draws)
 
     t = m.tree(s, "best")
     nodes = (t.tokens, t.parent, t.mask, t.depth)

@@ -37,7 +37,7 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("part", ["lattice", "tree", "walk", "conv"])
+@pytest.mark.parametrize("part", ["lattice", "tree", "drawn", "walk", "conv"])
 def test_kernels_equal_torch(part: str) -> None:
     pytest.importorskip("triton")
     # The outer run's fixtures would import SGLang.
@@ -61,6 +61,7 @@ def test_standalone_checks_on_a_cpu() -> None:
     for kernel in (
         "lattice",
         "tree",
+        "drawn tree",
         "greedy walk",
         "sampled walk",
         "random children",
@@ -80,7 +81,7 @@ def test_importing_loads_neither_triton_nor_sglang() -> None:
 
 
 def test_kernels_need_torch_triton_and_the_tree_only() -> None:
-    allowed = {"__future__", "os", "functools", "importlib", "typing", "torch", "triton"}
+    allowed = {"__future__", "os", "math", "functools", "importlib", "typing", "torch", "triton"}
     files = list(Path(kernels.__path__[0]).glob("*.py"))
     assert len(files) >= 6
     for file in files:
@@ -122,6 +123,11 @@ def test_floors_count_the_bytes_of_the_tensors() -> None:
     rows, looked_up = 3 * 9 * 4 * 4, 3 * 8 * floors.SECTOR
     written = sum(x.nbytes for x in best[:-1])
     assert floors.tree(3, 4, 9).bytes == rows + looked_up + 3 * 8 + written
+
+    drawn = tree.build_tree(m.lattice(s, "random"), t.tokens[:, 0], 9, 3, m.draws(s))
+    written += sum(x.nbytes for x in drawn.proposal)
+    given = rows + 3 * 5 * (4 * 8 + floors.SECTOR) + 3 * 8 + 3
+    assert floors.drawn_tree(3, 5, 4, 9).bytes == given + written
 
     x, delta, base = m.normal(24, 48), m.normal(24, 2, 2, 6), m.normal(2, 2, 48)
     out = tree.convolve(x, delta, base, 1, 8)

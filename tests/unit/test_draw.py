@@ -195,6 +195,34 @@ def test_a_partly_seen_row_keeps_its_share_of_top_p() -> None:
     )
 
 
+@settings(max_examples=200, deadline=None)
+@given(cases(), st.booleans())
+def test_filters_that_keep_everything_change_no_bit(case: Case, together: bool) -> None:
+    """As SGLang has them for requests that set none, beside a request that set some or alone."""
+    rows = case.lattice.log_probs.flatten(1, 2).sort(-1, descending=True).values
+    rows = (rows + 1e-7).clamp(max=0)  # sums above 1
+    rows[:, 1::2, -1] -= 200  # nothing is left of it in float32
+    size = len(rows)
+    top_k, top_p, min_p = torch.full((size,), 1 << 30), torch.ones(size), torch.zeros(size)
+    if together:
+        top_k[0], top_p[0], min_p[0] = 2, 0.5, 0.1
+    sharp = torch.full((size,), 3.0)
+    for power in (None, sharp, sharp * 50):
+        for limits in ((top_k, top_p, min_p), (top_k, None, None), (None, top_p, None)):
+            found = filter_ranked(rows, *limits, power)
+            assert torch.equal(found[together:], rows[together:])
+            assert not bool(found.isnan().any())
+
+
+def test_cold_rows_keep_their_best_candidate() -> None:
+    """At temperature 0.01 all powers of a flat row vanish in float32."""
+    row, power = torch.tensor([[[0.3, 0.29, 0.1]]]).log(), torch.tensor([100.0])
+    best = [[[0.0, -torch.inf, -torch.inf]]]
+    assert filter_ranked(row, None, None, torch.tensor([0.9]), power).tolist() == best
+    sure = torch.tensor([[[0.6, 0.29, 0.1]]]).log()
+    assert filter_ranked(sure, None, torch.tensor([0.9]), None, power).tolist() == best
+
+
 def test_filters_keep_impossible_candidates_out() -> None:
     case = Case(6, (2, 4, 6, 9, 3), "random")
     tree = case.tree(top_k=torch.tensor([2, 2]))
