@@ -105,12 +105,14 @@ class Drafting:
         group = get_parallel().tp_group
         if group.world_size > 1:  # all ranks build rank 0's tree
             group.broadcast(coins, src=0)
+        # Limits that filter nothing change nothing: a kernel is then compiled once, not for each choice.
+        every = kernels.uses_triton(coins)
         return Draws(
             coins,
             info.top_ks.view(-1) == 1,
-            info.top_ks if info.need_top_k_sampling else None,
-            info.top_ps if info.need_top_p_sampling else None,
-            info.min_ps if info.need_min_p_sampling else None,
+            info.top_ks if every or info.need_top_k_sampling else None,
+            info.top_ps if every or info.need_top_p_sampling else None,
+            info.min_ps if every or info.need_min_p_sampling else None,
             info.temperatures.view(-1),
         )
 

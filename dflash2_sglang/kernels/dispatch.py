@@ -19,8 +19,9 @@ from dflash2_sglang.tree.draw import Draws, Proposal
 from dflash2_sglang.tree.lattice import Lattice
 
 SWITCH = "DFLASH2_KERNELS"
-# A program holds a whole tree, or a row of candidates, in registers.
-MOST_NODES, MOST_CANDIDATES = 256, 256
+# A program holds a whole tree in registers, and a position's pairs of candidates in shared memory: 82 kB
+# for 64, where a GPU has 99 kB at the least.
+MOST_NODES, MOST_CANDIDATES = 256, 64
 
 
 def uses_triton(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 from dflash2_sglang.kernels import conv, drawn_tree, lattice, tree, walk
+from dflash2_sglang.kernels.dispatch import MOST_CANDIDATES
 
 OPTIONS = ("num_warps", "num_stages")
 
@@ -44,6 +45,15 @@ def launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any
     print(
         f"{self.__name__} warps {warps} shared {shared} local {sum(local)} cubin {len(found.asm['cubin'])}"
     )
+
+
+def launch_widest(dtype: torch.dtype) -> None:
+    """The lattice of as many candidates as are given to a kernel: the one that needs most of a GPU."""
+    m, s = Maker(0), Sizes(1, 7, MOST_CANDIDATES, 64, 16, 256, 5000, 512, 128, 2, 8)
+    books = [m.normal(s.vocab, s.rank, dtype=dtype) for _ in range(2)]
+    hidden, anchor = m.normal(s.batch, s.depth, s.rank, dtype=dtype), m.integers(0, 9, s.batch)
+    unary, norm = m.normal(s.batch, s.depth, s.width), m.normal(s.batch, s.depth)
+    lattice.selector_lattice(m.tokens(s), unary, norm, None, anchor, hidden, *books)
 
 
 def launch_all(s: Sizes, dtype: torch.dtype) -> None:
@@ -84,8 +94,8 @@ def launch_all(s: Sizes, dtype: torch.dtype) -> None:
 if __name__ == "__main__":
     TARGET = int(sys.argv[1])
     JITFunction.run = launch
-    vocab = 300
     launch_all(Sizes(2, 7, 16, 64, 16, 256, 5000, 5120, 128, 2, 8), torch.bfloat16)
     launch_all(Sizes(1, 3, 5, 6, 3, 20, 300, 48, 8, 3, 5), torch.float32)
+    launch_widest(torch.float32)
     launch_all(Sizes(3, 15, 32, 128, 32, 64, 300, 64, 16, 1, 16), torch.float32)
     print("all compiled")

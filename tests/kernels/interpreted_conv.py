@@ -6,12 +6,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import Maker, Sizes, conv_pair, require_close
-from patch_once import patch_once
+from quick_interpreter import install
 
 from dflash2_sglang import kernels
 
 torch.set_num_threads(1)
-patch_once()
+install()
 
 # The interpreter cuts where a GPU rounds, so bfloat16 results may be one step apart.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}

@@ -10,7 +10,7 @@ from drawn_cases import FILTERS, DrawnCase, compare, drawn_case, parts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import KINDS, Maker, Sizes
-from patch_once import patch_once
+from quick_interpreter import install
 
 from dflash2_sglang import kernels, tree
 from dflash2_sglang.tree.build import capacity
@@ -18,7 +18,7 @@ from dflash2_sglang.tree.draw import Draws
 from dflash2_sglang.tree.lattice import Lattice
 
 torch.set_num_threads(1)
-patch_once()
+install()
 
 ALL = 1 << 30  # SGLang's top-k of a request that set none
 

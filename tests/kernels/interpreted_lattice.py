@@ -6,12 +6,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import Maker, Sizes, lattice_pair, require_close
-from patch_once import patch_once
+from quick_interpreter import install
 
 from dflash2_sglang import kernels, tree
 
 torch.set_num_threads(1)
-patch_once()
+install()
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -7,14 +7,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import KINDS, Maker, Sizes, require_equal, tree_pair
-from patch_once import patch_once
+from quick_interpreter import install
 
 from dflash2_sglang import kernels, tree
 from dflash2_sglang.tree.build import capacity
 from dflash2_sglang.tree.lattice import Lattice
 
 torch.set_num_threads(1)
-patch_once()
+install()
 
 
 @st.composite

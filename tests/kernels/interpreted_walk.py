@@ -6,13 +6,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import Maker, Sizes, greedy_pair, require_equal, sampled_pair
-from patch_once import patch_once
+from quick_interpreter import install
 
 from dflash2_sglang import kernels, tree
 from dflash2_sglang.tree.build import capacity
 
 torch.set_num_threads(1)
-patch_once()
+install()
 
 SHAPES = ["random", "chain", "best"]
 

@@ -26,6 +26,7 @@ def preload() -> None:
     import dflash2_sglang.worker  # noqa: F401
 
     if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.path.append(os.path.dirname(os.path.dirname(__file__)))
         importlib.import_module("quick_interpreter").install()
 
 

@@ -14,6 +14,8 @@ def install() -> None:
     from triton.runtime import interpreter
 
     function = interpreter.InterpretedFunction
+    if not hasattr(interpreter, "_patch_lang"):  # another version of triton: slower
+        return
     replaced: set[str] = set()
 
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
