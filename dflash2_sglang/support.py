@@ -149,9 +149,19 @@ def refuse_conv_dtype(kept: str, computed: str) -> None:
 
 
 def refuse_request(req: Any) -> str | None:
-    """Why a request cannot be served exactly, or None."""
+    """Why a request cannot be served exactly, or None.
+
+    Where SGLang itself does not ask, a request that no forward can compute would end the whole server.
+    """
     if req.multimodal_inputs is not None:
         return "DFLASH2 does not support multimodal inputs yet: send text only."
     if getattr(req, "return_sampling_mask", False):
         return "DFLASH2 does not support return_sampling_mask yet: leave it out."
+    tokens, vocab = req.origin_input_ids, req.vocab_size
+    if not len(tokens):
+        return "DFLASH2 cannot continue a prompt of no tokens: send one at least."
+    if min(tokens) < 0 or max(tokens) >= vocab:
+        return f"The prompt has a token id outside the vocabulary of {vocab}: check input_ids."
+    if req.logprob.top_logprobs_num > vocab:
+        return f"top_logprobs_num is {req.logprob.top_logprobs_num}: ask for at most {vocab}."
     return None

@@ -23,6 +23,7 @@ def validate_request(
         # compiled there for seconds, in which no other request gets a token.
         req.sampling_params.repetition_penalty = 1.0
         req.return_sampling_mask = False
+        req.logprob.top_logprobs_num = 0
     return reason
 
 
