@@ -144,7 +144,9 @@ def refusal(flag: str, name: str, case: Case, names: Sequence[str]) -> str | Non
     """Why the backend ``name`` of ``flag`` cannot verify, in one sentence with the fix; None: it can."""
     if name not in names:
         usable = ", ".join(able(case, names) or names)
-        return f"DFLASH2 does not support {flag} {name}, which cannot mask a tree: use one of {usable}."
+        known = any(backend.name == name for backend in TABLE)
+        why = "is not for this device" if known else "cannot mask a tree"
+        return f"DFLASH2 does not support {flag} {name}, which {why}: use one of {usable}."
     found = obstacle(BY_NAME[name], case)
     if found is None:
         return None

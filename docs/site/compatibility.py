@@ -78,13 +78,24 @@ def _refused_settings() -> Iterator[str]:
     yield "The message is `DFLASH2 does not support SETTING: FIX.`, with these:"
     yield ""
     yield from _table(("Setting", "Fix"), rows)
+    yield ""
+    yield "SGLang 0.5.23 itself turns `--speculative-adaptive` off, with a warning, before it is seen here."
 
 
 def _refused_requests() -> Iterator[str]:
-    asked = {"multimodal_inputs": None, "return_sampling_mask": False}
+    asked = {
+        "multimodal_inputs": None,
+        "return_sampling_mask": False,
+        "origin_input_ids": [0],
+        "vocab_size": 49152,
+        "logprob": SimpleNamespace(top_logprobs_num=0),
+    }
     wanted = {
-        "images, audio, video": {"multimodal_inputs": True},
+        "images, audio, video, to a target that takes them": {"multimodal_inputs": True},
         "`return_sampling_mask`": {"return_sampling_mask": True},
+        "a text of no tokens": {"origin_input_ids": []},
+        "a token id that the target has not": {"origin_input_ids": [49152]},
+        "more log-probabilities than tokens": {"logprob": SimpleNamespace(top_logprobs_num=60000)},
     }
     rows = (
         [what, str(refuse_request(SimpleNamespace(**asked | on)))] for what, on in wanted.items()
