@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -27,6 +28,19 @@ def fake_world(tmp_path, monkeypatch):
     logs = tmp_path / "logs"
     logs.mkdir()
     return logs
+
+
+@pytest.mark.parametrize(("gib", "fits"), [(14, False), (15, True)])
+def test_servers_side_by_side_leave_room(monkeypatch, gib, fits):
+    import psutil
+
+    memory = SimpleNamespace(available=gib << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(demo.Path, "read_text", lambda path: "max")  # no container's limit
+    monkeypatch.setattr(demo, "GPU_FILES", ())
+    assert demo.fit_together(3) == fits
+    monkeypatch.setattr(demo, "GPU_FILES", ("/",))
+    assert not demo.fit_together(3)
 
 
 # --- the parser ------------------------------------------------------------------------------
