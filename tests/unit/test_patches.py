@@ -196,6 +196,9 @@ def request(**parameters: Any) -> SimpleNamespace:
         multimodal_inputs=None,
         return_sampling_mask=False,
         custom_logit_processor=None,
+        origin_input_ids=[5],
+        vocab_size=9,
+        logprob=SimpleNamespace(top_logprobs_num=4),
     )
 
 
@@ -207,8 +210,9 @@ def test_requests_are_checked_by_us(serving: Callable[..., None]) -> None:
     reason = request_check.validate_request(lambda *_: "stock", refused, True)
     assert reason is not None
     assert "return_sampling_mask" in reason
-    # It still goes through one prefill, which must not compile a penalty.
+    # It still goes through one prefill, which must not compile a penalty, nor list log-probabilities.
     assert refused.sampling_params.repetition_penalty == 1.0
+    assert refused.logprob.top_logprobs_num == 0
     serving("DFLASH")
     theirs = request(repetition_penalty=1.3)
     assert request_check.validate_request(lambda *_: "stock", theirs, True) == "stock"
