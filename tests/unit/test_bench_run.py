@@ -158,16 +158,13 @@ def test_signals_end_it_in_the_middle_of_a_load(world):
         "sys.exit(main.main(sys.argv[1:]))"
     )
     ends = {"int": signal.SIGINT, "term": signal.SIGTERM}
-    running = {
-        name: subprocess.Popen(
+    for name in ends:  # one after the other: a second one might be through before its signal
+        process = subprocess.Popen(
             [sys.executable, "-uc", script, *words(world, "--delay", "0.4", out=name)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for name in ends
-    }
-    for name, process in running.items():
         seen = ""
         while "repeat 1:" not in seen:  # the next load has begun
             line = process.stdout.readline()
