@@ -83,14 +83,21 @@ class Drafting:
         self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor
     ) -> tuple[Tree, Lattice]:
         """anchor [B] int64; slots [B, >= G] int64, the requests' KV slots from seq_lens on."""
-        info, size = batch.sampling_info, anchor.shape[0]
+        info = batch.sampling_info
         heat = None if info.is_all_greedy else lattice_heat(info.temperatures.view(-1))
-        draws = self._draws(info, size, anchor.device)
-        if self.folded is not None:
-            self.folded.stage(heat, size)
-        block = self.block(batch, anchor, slots)
+        draws = self._draws(info, anchor.shape[0], anchor.device)
+        return self.grow(self.block(batch, anchor, slots, heat), anchor, heat, draws)
+
+    def grow(
+        self,
+        block: Block,
+        anchor: torch.Tensor,
+        heat: torch.Tensor | None = None,
+        draws: Draws | None = None,
+    ) -> tuple[Tree, Lattice]:
+        """The trees of the last ``block``; heat as it was given to it."""
         if block.replayed and self.folded is not None:
-            tree, lattice = self.folded.read(size)
+            tree, lattice = self.folded.read(anchor.shape[0])
             if draws is None:
                 return tree, lattice
         else:
@@ -116,9 +123,17 @@ class Drafting:
             info.temperatures.view(-1),
         )
 
-    def block(self, batch: Any, anchor: torch.Tensor, slots: torch.Tensor) -> Block:
-        """One pass of the drafter over the anchors and their masks."""
+    def block(
+        self,
+        batch: Any,
+        anchor: torch.Tensor,
+        slots: torch.Tensor,
+        heat: torch.Tensor | None = None,
+    ) -> Block:
+        """One pass of the drafter over the anchors and their masks; heat [B] float32, None for 1."""
         size, block = anchor.shape[0], self.config.block_size
+        if self.folded is not None:
+            self.folded.stage(heat, size)
         ids = anchor.new_full((size, block), self.config.mask_token_id)
         ids[:, 0] = anchor
         # Host mirrors count the block, as SGLang's planner for captured block passes expects.

@@ -32,16 +32,18 @@ class DraftTrial:
 
     def __call__(self, length: int, anchor: Tensor) -> Drafted:
         """After ``length`` tokens; anchor [1] int64. Copies: the next replay overwrites what it read."""
+        block = self.block(length, anchor)
+        tree, _ = self.drafting.grow(block, anchor)
+        kept = Tree._make(part.clone() if isinstance(part, Tensor) else None for part in tree)
+        return Drafted(block.hidden[0].float().clone(), kept.log_prob, kept)
+
+    def block(self, length: int, anchor: Tensor) -> Any:
+        """The drafter's pass alone, which leaves the block's KV behind."""
         lengths = torch.tensor([length])
         batch = SimpleNamespace(
             seq_lens=lengths.to(anchor.device),
             seq_lens_cpu=lengths,
             req_pool_indices=self.row,
             spec_algorithm=self.drafting.runner.spec_algorithm,
-            sampling_info=SimpleNamespace(is_all_greedy=True),
         )
-        window = self.slots[None, length:]
-        hidden = self.drafting.block(batch, anchor, window).hidden[0].float().clone()
-        tree, _ = self.drafting(batch, anchor, window)
-        kept = Tree._make(part.clone() if isinstance(part, Tensor) else None for part in tree)
-        return Drafted(hidden, kept.log_prob, kept)
+        return self.drafting.block(batch, anchor, self.slots[None, length:])

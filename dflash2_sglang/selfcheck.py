@@ -197,7 +197,7 @@ class SelfCheck:
         window = self._slots[None, 1 : 1 + self.nodes]
         with eagerly(self.runner), eagerly(self.drafting.runner):
             self._run(self._chain(self.context, 1, window), prefix, window)
-            self._draft(min(self.lengths), self.context[:1])
+            self._draft.block(min(self.lengths), self.context[:1])
 
     def _against_text(self, served: Tensor, trial: Trial) -> float:
         prefix, window = self._place(trial)

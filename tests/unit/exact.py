@@ -62,6 +62,14 @@ class Target:
         return out
 
 
+def line(parent: tuple[int, ...], node: int) -> list[int]:
+    """The nodes from the root down to one."""
+    out = [node]
+    while parent[out[-1]] >= 0:
+        out.append(parent[out[-1]])
+    return out[::-1]
+
+
 class Drawn(NamedTuple):
     """One tree, all draws made. `law` is over words, {} where the node has no random child."""
 
@@ -71,10 +79,7 @@ class Drawn(NamedTuple):
     law: tuple[tuple[tuple[int, float], ...], ...]
 
     def line(self, node: int) -> list[int]:
-        out = [node]
-        while self.parent[out[-1]] >= 0:
-            out.append(self.parent[out[-1]])
-        return out[::-1]
+        return line(self.parent, node)
 
     def text(self, node: int) -> Text:
         return tuple(self.tokens[i] for i in self.line(node)[1:])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from exact import Law, Target, Text, pieces
+from exact import Law, Target, Text, line, pieces
 from torch import Tensor
 
 from dflash2_sglang.tree import accept
@@ -32,10 +32,7 @@ class Shape(NamedTuple):
     tokens: tuple[int, ...]
 
     def line(self, node: int) -> list[int]:
-        out = [node]
-        while self.parent[out[-1]] >= 0:
-            out.append(self.parent[out[-1]])
-        return out[::-1]
+        return line(self.parent, node)
 
     def text(self, node: int) -> Text:
         return tuple(self.tokens[i] for i in self.line(node)[1:])

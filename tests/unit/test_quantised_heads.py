@@ -48,17 +48,23 @@ def test_gguf(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check(head, kind if isinstance(kind, torch.dtype) else torch.float32)
 
 
-def compressed(weights: dict[str, Any], activations: dict[str, Any], kind: str) -> Any:
-    """compressed-tensors with a group that names the head, as llm-compressor writes it."""
+def compressed(number: str) -> Any:
+    """compressed-tensors with a group that names the head, as llm-compressor writes it: 8 bits, "int" or
+    "float", weights scaled by channel and activations by token."""
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
     )
 
-    group = {"targets": ["re:.*lm_head"], "weights": weights, "input_activations": activations}
+    shared = {"num_bits": 8, "type": number, "symmetric": True}
+    group = {
+        "targets": ["re:.*lm_head"],
+        "weights": {**shared, "strategy": "channel", "dynamic": False},
+        "input_activations": {**shared, "strategy": "token", "dynamic": True},
+    }
     return CompressedTensorsConfig.from_config(
         {
             "quant_method": "compressed-tensors",
-            "format": kind,
+            "format": f"{number}-quantized",
             "config_groups": {"group_0": group},
             "ignore": [],
         }
@@ -91,14 +97,7 @@ def test_int8(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "per_token_quant_int8", per_token)
     monkeypatch.setattr(module, "int8_scaled_mm", product, raising=False)
-    shared = {"num_bits": 8, "type": "int", "symmetric": True}
-    head = make(
-        compressed(
-            {**shared, "strategy": "channel", "dynamic": False},
-            {**shared, "strategy": "token", "dynamic": True},
-            "int-quantized",
-        )
-    )
+    head = make(compressed("int"))
     values, scale = quantised(numbers(WORDS, HIDDEN), 127)
     head.weight.data.fill_(100)[:WORDS] = values.round().to(torch.int8)
     head.weight_scale.data.fill_(1)[:WORDS] = scale
@@ -117,14 +116,7 @@ def test_float8(monkeypatch: pytest.MonkeyPatch) -> None:
         return input @ (weight.to(input.dtype) * weight_scale.view(1, -1).to(input.dtype))
 
     monkeypatch.setattr(module, "apply_fp8_linear", product)
-    shared = {"num_bits": 8, "type": "float", "symmetric": True}
-    head = make(
-        compressed(
-            {**shared, "strategy": "channel", "dynamic": False},
-            {**shared, "strategy": "token", "dynamic": True},
-            "float-quantized",
-        )
-    )
+    head = make(compressed("float"))
     values, scale = quantised(numbers(WORDS, HIDDEN), 448)
     head.weight.data.fill_(100)[:WORDS] = values.to(torch.float8_e4m3fn)
     head.weight_scale.data.fill_(1)[:WORDS] = scale
